@@ -214,6 +214,7 @@ def fields() -> dict[str, Field]:
     waiting = plugin | {"grading.rewards": [{"name": "field_waiting"}]}
     tokens_credited = partial(lab, grader=FakeGrader)
     pod = {"distributed": {"coordinator": "10.0.0.2:8476", "processes": 2, "process": 0}}
+    turns = {"credit.method": "turn_rewards", "credit.marks": MARKS}
     shear = {"credit.method": "shear", "credit.shear": {"window": 2, "stride": 2}}
     rlsd = {"credit.method": "rlsd", "credit.teacher": "{prompt}{answer}"}
     sdpg = rlsd | {"credit.method": "sdpg"}
@@ -386,6 +387,11 @@ def fields() -> dict[str, Field]:
         "credit.fipo.drop": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
         "credit.fipo.cap": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
         "credit.critic_search.share": Field(0.5, credit, {"credit.method": "critic_search", "credit.marks": MARKS}),
+        "credit.turn_rewards.values": Field("differences", credit, turns),
+        "credit.turn_rewards.discount": Field(0.5, credit, turns),
+        "credit.turn_rewards.weight": Field(2.0, credit, turns),
+        "credit.turn_oar.by": Field("oar_l", score, {**turns, "credit.method": "turn_oar"}),
+        "credit.turn_oar.share": Field("rewards", credit, {**turns, "credit.method": "turn_oar"}),
         "credit.shear.window": Field(3, credit, shear),
         "credit.shear.stride": Field(1, credit, shear),
         "credit.shear.epsilon": Field(0.5, credit, shear),

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
-from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import built_in
+from oarjax.credit.methods.keywords import KeywordTable
 from oarjax.credit.registry import METHODS
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy

@@ -156,6 +156,8 @@ def check_environment(
     if rollout.environment is None:
         if named:
             yield "grading.rewards: environment needs rollout.environment; set it, or name another reward"
+        if credit.masking.unit == "turn":
+            yield "credit.masking.unit: turn needs rollout.environment; set it, or another unit"
         return
     if rollout.environment.thinking == "keep" and data.template != "chat":
         yield f"rollout.environment.thinking: keep needs data.template = chat, got {data.template}; set template"

@@ -55,7 +55,7 @@ def find_answers(
     )
     for row, (ids, mask) in enumerate(zip(tokens, completion)):
         where = np.flatnonzero(mask)
-        pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+        pieces = written_pieces(ids, where, token_bytes)
         try:
             extent = byte_extent(b"".join(pieces), style=style, pattern=pattern)
         except TimeoutError:
@@ -83,6 +83,14 @@ def whole_completion(
     return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), has_answer=reasoning.any(1))  # type: ignore[arg-type]
 
 
+def written_pieces(ids: Int[np.ndarray, "T"], where: Int[np.ndarray, "n"], token_bytes: Sequence[bytes]) -> list[bytes]:
+    """Return the bytes of what the policy wrote, at the positions ``where``; a turn ends with a line break."""
+    pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+    for at in np.flatnonzero(np.diff(where) > 1):
+        pieces[at] += b"\n"
+    return pieces
+
+
 Unit = Literal["line", "sentence"]
 _ENDS = {"line": re.compile(rb"\n+"), "sentence": re.compile(rb"[.!?]+(?=\s)|[;\n]+")}
 
@@ -102,7 +110,7 @@ def find_units(
     out = np.zeros(tokens.shape, np.int32)
     for row, (ids, mask) in enumerate(zip(tokens, completion)):
         where = np.flatnonzero(mask)
-        pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+        pieces = written_pieces(ids, where, token_bytes)
         start = np.cumsum([0, *map(len, pieces)])[:-1]
         ends = np.array([m.end() for m in _ENDS[unit].finditer(b"".join(pieces))], np.int64)
         out[row, where] = np.searchsorted(ends, start, side="right")

@@ -33,7 +33,7 @@ auxiliary   a term of the loss (``loss``); weights of 1
 Coupling = Literal["row", "group", "batch"]
 """The rows that a row's credit depends on: itself, those of its prompt, or all of the minibatch."""
 
-Role = Literal["permuted_of", "screen.by", "signed_values.by", "score"]
+Role = Literal["permuted_of", "screen.by", "signed_values.by", "turn_oar.by", "score"]
 """Fields of credit, and of a custom method, that name another method, for those that may stand there."""
 
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -213,7 +213,7 @@ class ResolvedMethod:
         if "keyword_table" in self.signals and keyword_table is None:
             raise ConfigError(
                 f"credit.method: {self.method.name} needs the words as token ids; give make_steps or weigher a "
-                "keyword_table (oarjax.credit.keywords.keyword_table)"
+                "keyword_table (oarjax.credit.methods.keywords.keyword_table)"
             )
         weigh, context = self.method.weigh, Context(self.settings, keyword_table=keyword_table)
 
@@ -268,7 +268,7 @@ def resolve_method(
     source = method.score if "importance" in method.needs else None
     if not isinstance(source, str):
         return ResolvedMethod(method, settings, method, probe)
-    name = settings.permuted_of if source == "permuted_of" else source
+    name = {"permuted_of": settings.permuted_of, "turn_oar.by": settings.turn_oar.by}.get(source, source)
     return ResolvedMethod(method, settings, built_in(name), probe)
 
 

@@ -84,8 +84,10 @@ class MaskingSettings(Settings):
         "mask", "what replaces a token; deleted: it is hidden from attention"
     )
     mask_id: Count | None = setting(None, "token id for counterfactual mask; null = the pad id")
-    unit: Literal["token", "line", "sentence"] = setting(
-        "token", "line, sentence: one counterfactual per span, whose score is spread over its tokens"
+    unit: Literal["token", "line", "sentence", "turn"] = setting(
+        "token",
+        "line, sentence, turn: one counterfactual per span, whose score is spread over its tokens; turn: what the "
+        "policy wrote in one turn of an episode",
     )
     chunk: Positive = setting(
         4, "counterfactuals of a whole completion per row and forward; shorter suffixes have more"
@@ -204,6 +206,23 @@ class CriticSearchSettings(Settings):
 
 
 @dataclass(frozen=True)
+class TurnRewardsSettings(Settings):
+    values: Literal["rewards", "differences"] = setting(
+        "rewards", "differences: the marks are values after each turn, and their differences its rewards"
+    )
+    discount: Share = setting(1.0, "of later turns' rewards in a turn's return; 0: its own reward alone")
+    weight: Rate = setting(1.0, "advantage per unit of return that a turn has above its row's mean")
+
+
+@dataclass(frozen=True)
+class TurnOarSettings(Settings):
+    by: Annotated[str, MethodName("turn_oar.by")] = setting("oar_g", "method whose scores weigh tokens and turns")
+    share: Literal["importance", "rewards", "equal"] = setting(
+        "importance", "share of a turn: by the sum of its scores, by credit.turn_rewards, or that of the row"
+    )
+
+
+@dataclass(frozen=True)
 class ShearSettings(Settings):
     window: Positive = setting(100, "tokens per window, whose states are compared as a set")
     stride: Positive = setting(25, "tokens between the starts of two windows")
@@ -270,13 +289,16 @@ class CreditSettings(Settings):
     causal_spans: CausalSpansSettings = CausalSpansSettings()
     fipo: FipoSettings = FipoSettings()
     critic_search: CriticSearchSettings = CriticSearchSettings()
+    turn_rewards: TurnRewardsSettings = TurnRewardsSettings()
+    turn_oar: TurnOarSettings = TurnOarSettings()
     shear: ShearSettings = ShearSettings()
     rlsd: RlsdSettings = RlsdSettings()
     sdpg: SdpgSettings = SdpgSettings()
     marks: str | None = setting(
         None,
-        "for egca, critic_search, serl: file.py:name or module:name of (prompt, completion, reference) -> "
-        "list of (start, end, value) in characters",
+        "for egca, critic_search, serl, turn_rewards, turn_oar: file.py:name or module:name of (prompt, completion, "
+        "reference) -> list of (start, end, value) in characters, or of (prompt, turns, reference) -> value of every "
+        "turn of an episode; null: the environment's rewards",
     )
     teacher: str = setting(
         "{prompt}\n\nThe answer is {answer}.",

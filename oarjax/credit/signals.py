@@ -71,7 +71,6 @@ class Scored(NamedTuple):
     importance: Float[Array, "B T"] | None
     hidden: Float[Array, "B T D"] | None = None  # states that predict the completion's tokens
     values: TokenValues | None = None  # of a method of kind values
-    values: TokenValues | None = None  # of a method of kind values
 
 
 Score = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"], Context], Scored | Float[Array, "B T"]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.text import Text
 
 from oarjax.data.hf import load_params, read_config
@@ -22,9 +21,14 @@ from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, visible
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
-from oarjax.rollout.source import Batch, turns_of
+from oarjax.rollout.source import Batch, SamplerSource, Spent, requested, rollout_of, turns_of
 from oarjax.rollout.stop_strings import cut_text, stop_table
+from oarjax.run.grades import start_environments
+from oarjax.run.hints import played_turns
+from oarjax.run.source import rendering, reply_of
+from oarjax.sources.episodes import EpisodeSource
 from oarjax.sources.records import line_of
+from oarjax.step.sampling import row_keys
 from oarjax.storage.durable import Lines, storage_errors
 from oarjax.system.devices import choose_platform, use_compilation_cache
 
@@ -41,7 +45,10 @@ def run(
     seed: int,
     record: Path | None = None,
 ) -> None:
-    """Sample, print and record; ``asked`` holds sampling settings that override the family's, or else the defaults."""
+    """Sample, print and record; ``asked`` holds sampling settings that override the family's, or else the defaults.
+
+    Of a run with an environment, episodes; an environment's ``reset`` gets the prompt as the column that holds it.
+    """
     how = drawing(family, **asked)
     if template not in ("auto", "chat", "plain"):
         raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
@@ -50,6 +57,9 @@ def run(
     if record is not None and (record.suffix != ".jsonl" or record.exists() or not record.parent.is_dir()):
         raise ConfigError(f"--record: expected the name of a new .jsonl file in a folder, got {record}")
     target = find_target(policy)
+    plays = template == "auto" and target.cfg is not None and target.cfg.rollout.environment is not None
+    if record is not None and plays:
+        raise ConfigError("--record: records are of single turns, and the run plays episodes; leave it out")
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
     model, folder = read_config(target.policy, revision=target.revision)
@@ -57,8 +67,10 @@ def run(
     if template == "chat" and tokenizer.chat_template is None:
         raise ConfigError("--template: this policy's tokenizer has no chat template; use plain")
     asks: dict[str, Any] = {"template": template, "system_prompt": None, "prompt_format": "{prompt}"}
+    environment = None
     if template == "auto" and target.cfg is not None:
-        asks = {name: getattr(target.cfg.data, name) for name in (*asks, "thinking")}
+        environment = target.cfg.rollout.environment
+        asks = rendering(target.cfg.data, environment)
     elif template == "auto":
         asks["template"] = "plain" if tokenizer.chat_template is None else "chat"
     stops, pad = stop_ids(folder, tokenizer), pad_id(tokenizer)
@@ -71,19 +83,27 @@ def run(
         )
     batch = pad_prompts(ids, length=-(-longest // 64) * 64, pad_id=pad, problems=range(len(ids)))
     table, console = token_bytes(tokenizer, model.vocab_size), make_console()
-    draw = SegmentedSampler(
-        make_policy(model, compute_dtype=compute),
-        Decoding(max_new, stop_ids=stops, pad_id=pad, stop_table=stop_table(stop, table), **how),
-        keys_of=partial(group_keys, group_size=count),
-        group=count,
-    )
+    functions = make_policy(model, compute_dtype=compute)
+    decoding = Decoding(max_new, stop_ids=stops, pad_id=pad, stop_table=stop_table(stop, table), **how)
+    draw = SegmentedSampler(functions, decoding, keys_of=partial(group_keys, group_size=count), group=count)
     if target.checkpoint is None:
         params = load_params(folder, model, dtype=compute)
     else:
         params = jax.tree.map(lambda x: x.astype(compute), target_params(target, model, folder)[0])
-    rollout = jax.device_get(draw(params, batch, jax.random.key(seed)))
+    drawn = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
+    reply = None if target.cfg is None else reply_of(environment, target.cfg.data, tokenizer, stops)
+    if environment is not None and target.cfg is not None and reply is not None:
+        further = SegmentedSampler(functions, decoding, keys_of=row_keys, group=1)
+        source = SamplerSource(draw, Spent, lambda params: params, lambda tree: tree, jax.device_get, further)
+        source.sync(params, 0)
+        with start_environments(environment, target.cfg.grading) as environments:
+            columns = [{target.cfg.data.train.prompt_field: prompt} for prompt in prompts]
+            text = lambda ids: cut_text(text_of(ids, table), stop)  # noqa: E731
+            episodes = EpisodeSource(source, environments, text, reply, columns.__getitem__, most=environment.turns)
+            rollout = rollout_of(drawn, requested(drawn, episodes.draw(drawn)), pad_id=pad)
+    else:
+        rollout = jax.device_get(draw(params, batch, jax.random.key(seed)))
     if record is not None:
-        drawn = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
         with storage_errors(record), closing(Lines(record)) as lines:
             for request, turn in zip(drawn.requests, turns_of(drawn, rollout, version=0), strict=True):
                 lines.write(line_of(request, turn))
@@ -91,7 +111,11 @@ def run(
     for row in range(len(rollout.ended)):
         if row % count == 0:
             console.print(Text(visible(prompts[row // count]), style="dim"))
-        generated = rollout.tokens[row, -max_new:][np.asarray(rollout.completion[row])]
         cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
-        text = cut_text(text_of(generated.tolist(), table), stop)
-        console.print(Text(visible(text)).append(Text(cut, style="yellow")))
+        if rollout.origin is not None and rollout.origin.failed is not None and rollout.origin.failed[row]:
+            cut = "  [the environment failed]"
+        shown = Text()
+        for turn in played_turns(rollout, table, rows=[row])[0]:
+            observed = "\n" + turn.observed.strip("\n") + "\n" if shown else turn.observed
+            shown.append(Text(visible(observed), style="dim")).append(Text(visible(cut_text(turn.text, stop))))
+        console.print(shown.append(Text(cut, style="yellow")))

@@ -237,6 +237,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
+class ShownTurn:
+    """A turn of an episode."""
+
+    tokens: int  # of the row's, that the policy wrote in it
+    observed: str  # what the environment said before it, as the row holds it
+    reward: float  # the environment's
+
+
+@dataclass(frozen=True)
 class CompletionRow:
     """A sampled completion, to save and to show. The four per-token sequences have one entry per generated token."""
 
@@ -253,6 +262,7 @@ class CompletionRow:
     weights: Sequence[float] = ()  # 1 = as in plain GRPO
     is_reasoning: Sequence[bool] = ()
     is_answer: Sequence[bool] = ()
+    turns: Sequence[ShownTurn] = ()  # of an episode; empty without an environment
 
 
 class CompletionsWriter:
@@ -311,12 +321,16 @@ def _completion_row(record: dict[str, Any]) -> CompletionRow:
     numbers: dict[str, Any] = {name: number(record[name]) for name in ("reward", "advantage")}
     weights = [number(w) for w in record["weights"]]
     rewards = {str(k): number(v) for k, v in record["rewards"].items()}
-    row = CompletionRow(**(record | numbers | {"weights": weights, "rewards": rewards}))
+    each = [(int(turn["tokens"]), str(turn["observed"]), number(turn["reward"])) for turn in record.get("turns", ())]
+    turns = tuple(ShownTurn(*turn) for turn in each)
+    row = CompletionRow(**(record | numbers | {"weights": weights, "rewards": rewards, "turns": turns}))
     texts = (row.prompt, row.completion, row.verdict, row.note, row.answer or "", row.reference or "", *row.tokens)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is none")
     if not len(row.tokens) == len(row.weights) == len(row.is_reasoning) == len(row.is_answer):
         raise ValueError("its tokens, weights and marks differ in number")
+    if turns and sum(turn.tokens for turn in turns) != len(row.tokens):
+        raise ValueError("its turns have other tokens")
     return row
 
 

@@ -147,7 +147,7 @@ def token_pieces(row: CompletionRow) -> list[TokenPiece]:
         raise ValueError(f"completion row: expected one entry per token in each field, got {lengths}")
     reasoning = row.is_reasoning or [True] * len(row.tokens)
     answer = row.is_answer or [False] * len(row.tokens)
-    return [
+    pieces = [
         TokenPiece(
             text.replace("\n", "↵\n"),
             token_colour(weight),
@@ -156,6 +156,21 @@ def token_pieces(row: CompletionRow) -> list[TokenPiece]:
         )
         for text, weight, r, a in zip(row.tokens, row.weights, reasoning, answer)
     ]
+    return with_turns(pieces, row) if row.turns else pieces
+
+
+def with_turns(pieces: Sequence[TokenPiece], row: CompletionRow) -> list[TokenPiece]:
+    """Put before the tokens of every turn its number, reward and mean weight, and what the environment had said."""
+    shown, start = [], 0
+    for place, turn in enumerate(row.turns, start=1):
+        end = start + turn.tokens
+        weights = row.weights[start:end]
+        mean = short(sum(weights) / len(weights)) if weights else "-"
+        said = "\n" * (place > 1) + (turn.observed.rstrip("\n") + "\n" if turn.observed else "")
+        head = f"turn {place}, reward {short(turn.reward)}, weight {mean}: "
+        shown += [TokenPiece(cut(said, LONGEST), "", "plain", "the environment"), TokenPiece(head, "", "turn", "")]
+        shown, start = [*shown, *pieces[start:end]], end
+    return [piece for piece in shown if piece.text]
 
 
 def card(iteration: int, row: CompletionRow) -> dict[str, Any]:

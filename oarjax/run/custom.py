@@ -14,8 +14,8 @@ from jaxtyping import Array
 
 from oarjax.config.learning import AdvantageConfig, GradingConfig, LossConfig, OptimConfig
 from oarjax.config.schema import Config
-from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
+from oarjax.credit.methods.keywords import KeywordTable
 from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method

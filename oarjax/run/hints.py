@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +12,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.inputs import DataConfig
-from oarjax.credit.keywords import KeywordTable, keyword_table
+from oarjax.credit.methods.keywords import KeywordTable, keyword_table
 from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
+from oarjax.data.tokenizer import text_of
 from oarjax.errors import ConfigError, UserError
-from oarjax.step.hints import marked_tokens
+from oarjax.run.grades import turn_rewards, written_turns
+from oarjax.step.hints import PlayedTurn, marked_tokens, turn_marks, valued_turns
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout
 
-Marker = Callable[[str, str, str], Sequence[tuple[int, int, float]]]
-"""(prompt, completion, reference) -> marks (start, end, value) in characters: what credit.marks names."""
+Marker = Callable[..., Sequence[Any]]
+"""(prompt, completion, reference) -> marks (start, end, value) in characters, or (prompt, turns, reference) -> a value
+of every turn: what credit.marks names."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,22 @@ class HintReader:
     width: int  # positions of the teacher's prompts
     table: Sequence[bytes]
     pad_id: int
+    plays: bool = False  # an environment's rewards are the marks, where no function gives others
 
     def __call__(self, rollout: Rollout, numbers: np.ndarray) -> Hints:
         rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
         out: dict[str, Any] = {}
-        if self.marker is not None:
-            texts = [(self.problems[p].prompt, self.problems[p].reference) for p in rows]
+        texts = [(self.problems[p].prompt, self.problems[p].reference) for p in rows]
+        if self.marker is not None and reads_turns(self.marker):
+            values = [
+                valued_turns(self.marker, turns, text, name=self.marks)
+                for turns, text in zip(played_turns(rollout, self.table), texts, strict=True)
+            ]
+            out["marks"], out["turns"] = turn_marks(rollout, values)
+        elif self.marker is not None:
             out["marks"], out["turns"] = marked_tokens(self.table, rollout, texts, self.marker, name=self.marks)
+        elif self.plays:
+            out["marks"], out["turns"] = turn_marks(rollout, turn_rewards(rollout))
         if self.teacher:
             tokens, valid = left_pad([self.teacher[p] for p in rows], length=self.width, pad_id=self.pad_id)
             out["teacher"] = Privileged(tokens, valid)  # pyright: ignore[reportArgumentType]
@@ -55,22 +68,48 @@ def hints_of(
     problems: Mapping[int, Problem],
     tokenizer: PreTrainedTokenizerFast,
     table: Sequence[bytes],
-    *,
     pad_id: int,
     prompt_bucket: int,
+    plays: bool = False,
 ) -> HintReader | None:
     """Return what reads a credit method's hints; None if it needs none. ``problems`` are by their numbers in rollouts.
 
     Raises:
-        ConfigError: the method reads marks, and no function provides them.
+        ConfigError: the method reads marks, and neither a function nor an environment (``plays``) provides them.
     """
     settings, wants = credit.settings, credit.signals
-    marker = find_marker(settings.marks, method=settings.method) if wants & OF_MARKS else None
-    if marker is None and not wants & OF_TEACHER:
+    plays = plays and settings.marks is None and bool(wants & OF_MARKS)
+    marker = find_marker(settings.marks, method=settings.method) if wants & OF_MARKS and not plays else None
+    if marker is None and not plays and not wants & OF_TEACHER:
         return None
     prompts = teacher_prompts(settings.teacher, data, problems.values(), tokenizer) if wants & OF_TEACHER else []
     width = bucketed(prompts or [[]], prompt_bucket)
-    return HintReader(problems, marker, settings.marks, dict(zip(problems, prompts)), width, table, pad_id)
+    return HintReader(problems, marker, settings.marks, dict(zip(problems, prompts)), width, table, pad_id, plays)
+
+
+def reads_turns(marker: Callable[..., Any]) -> bool:
+    """Return True if a marker takes the turns of an episode, not the text of a completion."""
+    try:
+        return "turns" in inspect.signature(marker).parameters
+    except (TypeError, ValueError):  # of a built-in function
+        return False
+
+
+def played_turns(
+    rollout: Rollout, table: Sequence[bytes], rows: Collection[int] | None = None
+) -> list[list[PlayedTurn]]:
+    """Return the turns of rows, by default all, as a marker reads them."""
+    rewards, written, extent = turn_rewards(rollout), np.asarray(rollout.completion), np.asarray(rollout.extent)
+    numbers = np.zeros(written.shape, int) if rollout.origin is None else np.asarray(rollout.origin.turns)
+    ids, found = np.asarray(rollout.tokens)[:, -written.shape[1] :], []
+    for b, turns in enumerate(written_turns(rollout)):
+        if rows is not None and b not in rows:
+            continue
+        said = [text_of(ids[b][extent[b] & ~written[b] & (numbers[b] == k)].tolist(), table) for k in range(len(turns))]
+        gains = rewards[b] or [0.0] * len(turns)
+        each = zip(turns, said, gains, strict=True)
+        found.append([PlayedTurn(text_of(own, table), observed, gain) for own, observed, gain in each])
+    return found
 
 
 def find_marker(name: str | None, *, method: str) -> Marker:

@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.schema import Config
-from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.methods.keywords import KeywordTable
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
@@ -329,8 +329,8 @@ class Run:
 
     def hints_for(self, problems: Mapping[int, Problem]) -> HintReader | None:
         """Return what the credit method reads beside rollouts of these problems; None if nothing."""
-        cfg, padding = self.cfg, {"pad_id": self.pad_id, "prompt_bucket": self.cfg.rollout.prompt_bucket}
-        return hints_of(self.credit, cfg.data, problems, self.tokenizer, self.table, **padding)
+        roll, how = self.cfg.rollout, (self.tokenizer, self.table, self.pad_id)
+        return hints_of(self.credit, self.cfg.data, problems, *how, roll.prompt_bucket, roll.environment is not None)
 
     def check_credit(self, where: str = "") -> None:
         """Build the credit method, so that a bad config fails now and not after the warm start.

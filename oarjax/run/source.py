@@ -101,7 +101,7 @@ def read_prompts(
     parts, first = [], 0
     for place, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
         problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=place)]
-        parts.append(encode_problems(problems, tokenizer, **_rendering(cfg, environment), max_prompt=cfg.max_prompt))
+        parts.append(encode_problems(problems, tokenizer, **rendering(cfg, environment), max_prompt=cfg.max_prompt))
         first += len(problems)
     problems, prompts = sum((part.problems for part in parts), ()), sum((part.prompts for part in parts), ())
     return Encoded(problems, prompts, (), sum(part.dropped for part in parts), tuple(map(len, parts)))
@@ -122,7 +122,7 @@ def read_pairs(
 ) -> Encoded:
     """Load and encode the warm start's prompts and completions; ``reply``: the ids of what the environment says."""
     problems, stop = load_problems(sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
-    how = {**_rendering(cfg, environment), "max_length": sft.max_length, "stop_id": stop, "reply": reply}
+    how = {**rendering(cfg, environment), "max_length": sft.max_length, "stop_id": stop, "reply": reply}
     return encode_pairs(problems, tokenizer, **how)
 
 
@@ -149,7 +149,8 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) ->
     return int(end) if end in stop_ids else stop_ids[0]
 
 
-def _rendering(cfg: DataConfig, environment: EnvironmentConfig | None) -> dict[str, Any]:
+def rendering(cfg: DataConfig, environment: EnvironmentConfig | None) -> dict[str, Any]:
+    """Return how prompts are rendered; chat templates list the tools of the ``environment``."""
     how = {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
     if environment is None or cfg.template == "plain":
         return how

@@ -274,12 +274,12 @@ def past_of(draws: Draws, host: HostCallbacks) -> PastRewards | None:
 def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
     """Find the answers of rollouts, and what else a credit method reads of them on the host."""
     rollout, problems = replace(draws.rollout, origin=None), draws.problems  # no program reads where rows come from
-    span = host.find_answers(rollout)
+    span = host.find_answers(draws.rollout)
     probed = host.probed(rollout, span, problems) if host.probed else None
     if probed:
         length = rollout.completion.shape[1]
         span = replace(span, reasoning=probed[1].reasoning[:, :length], has_answer=probed[1].has_answer)
-    hints = host.hints(rollout, problems) if host.hints else None
+    hints = host.hints(draws.rollout, problems) if host.hints else None
     numbers = np.arange(len(rollout.ended), dtype=np.int32)
     return SampledRows(rollout, span, numbers, probed, hints)  # pyright: ignore[reportArgumentType]
 

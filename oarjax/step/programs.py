@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config.learning import OptimConfig, RolloutConfig, SFTConfig, UpdateConfig
 from oarjax.config.schema import Config
-from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.kinds import neutral, relative, token_advantages
 from oarjax.credit.measures import measure
+from oarjax.credit.methods.keywords import KeywordTable
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode, outcome_probability
 from oarjax.credit.record import CUSTOM

@@ -110,6 +110,8 @@ def _with_units(credit: CreditSettings, span: AnswerSpan, rollout: Rollout, toke
         units = find_calculations(ids, completion, token_bytes, reasoning, most=credit.causal_spans.spans)
     elif credit.masking.unit == "token":
         return span
+    elif credit.masking.unit == "turn":
+        units = np.zeros(ids.shape, np.int32) if rollout.origin is None else np.asarray(rollout.origin.turns)
     else:
         units = find_units(ids, completion, token_bytes, unit=credit.masking.unit)
     return replace(span, units=units)  # pyright: ignore[reportArgumentType]

@@ -21,8 +21,10 @@ from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params, without_adapters
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
-from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
+from oarjax.report.files import CompletionRow, ShownTurn, read_metrics, show_completions, token_texts
 from oarjax.rollout.source import Batch, Source
+from oarjax.run.grades import written_turns
+from oarjax.run.hints import played_turns
 from oarjax.run.run import Run
 from oarjax.sources.lagged import LaggedSource, PromptsAhead
 from oarjax.step.history import RewardHistory
@@ -230,6 +232,8 @@ def completion_rows(
     """Collect the first completion of each of the first ``count`` groups, with its grades, advantage and weights."""
     rollout, group = done.rollout, len(texts) // len(done.problems)
     first = slice(0, count * group, group)
+    plays = rollout.origin is not None and rollout.origin.rewards is not None
+    written, played = written_turns(rollout), played_turns(rollout, table) if plays else [[]] * len(texts)
     rows = []
     for b in range(len(texts))[first]:
         problem = problems[int(done.problems[b // group])]
@@ -250,6 +254,7 @@ def completion_rows(
                 weights=[float(w) for w in done.weights[b, positions]],
                 is_reasoning=[bool(x) for x in done.span.reasoning[b, positions]],
                 is_answer=[bool(x) for x in done.span.answer[b, positions]],
+                turns=[ShownTurn(len(own), turn.observed, turn.reward) for own, turn in zip(written[b], played[b])],
             )
         )
     return rows

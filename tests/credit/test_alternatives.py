@@ -12,10 +12,10 @@ from oarjax.credit.controls.random_scores import random_scores
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.gate import polarised, reweighted_rows
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
 from oarjax.credit.method import weigh_uniform
 from oarjax.credit.methods.entropy_top import entropy_top_weights, selected
 from oarjax.credit.methods.grail import grail_weights, log_zscores
+from oarjax.credit.methods.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, Signals, required
 from oarjax.data.tokenizer import encode as tokenizer_encode

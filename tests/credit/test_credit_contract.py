@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from oarjax.config.changes import changed
 from oarjax.credit import registry
-from oarjax.credit.keywords import keyword_table
-from oarjax.credit.kinds import neutral, token_advantages
+from oarjax.credit.kinds import neutral, relative, token_advantages
+from oarjax.credit.methods.keywords import keyword_table
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import CreditInputs, Signals
@@ -79,6 +79,12 @@ METHODS = {
     "crpo": Law({"method": "crpo"}),
     "egca": Law({"method": "egca"}, mass="completion"),
     "critic_search": Law({"method": "critic_search"}, mass="free", flat=False),
+    "turn_rewards": Law({"method": "turn_rewards"}, mass="completion"),
+    "turn_rewards, differences": Law(
+        {"method": "turn_rewards", "turn_rewards": {"values": "differences", "discount": 0.5}}, mass="completion"
+    ),
+    "turn_oar": Law({"method": "turn_oar"}, mass="completion"),
+    "turn_oar, rewards": Law({"method": "turn_oar", "turn_oar": {"share": "rewards"}}, mass="completion"),
     "shear": Law({"method": "shear", "shear": {"window": 3, "stride": 2, "iterations": 3}}, mass="free", flat=False),
     "rlsd": Law({"method": "rlsd"}, mass="free", flat=False),
     "serl": Law({"method": "serl"}, mass="free", flat=False),
@@ -269,6 +275,8 @@ def test_mass(name, case):
     law, w = METHODS[name], weights(name, case)
     if law.mass == "free":
         return
+    arrays = [jnp.asarray(x) for x in (w, case.advantages, case.completion)]
+    w = np.asarray(relative(law.record.kind, arrays[0], token_advantages(law.record.kind, *arrays), *arrays[1:]))
     polarity = law.changes.get("polarity", "both")
     rows = {"both": case.advantages != 0, "correct": case.advantages > 0, "wrong": case.advantages < 0}[polarity]
     if law.mass == "batch":

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.credit.keywords import keyword_table
 from oarjax.credit.method import built_in
+from oarjax.credit.methods.keywords import keyword_table
 from oarjax.credit.registry import METHODS, choices, label
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings

@@ -20,6 +20,7 @@ from oarjax.report.files import (
     CompletionRow,
     CompletionsWriter,
     MetricsWriter,
+    ShownTurn,
     make_console,
     read_completions,
     read_metrics,
@@ -28,6 +29,7 @@ from oarjax.report.files import (
     token_texts,
     visible,
 )
+from oarjax.report.page import token_pieces
 from oarjax.report.summary import (
     print_summary,
     read_summary,
@@ -35,7 +37,7 @@ from oarjax.report.summary import (
     summary_cells,
     write_summary,
 )
-from oarjax.storage.durable import StorageError
+from oarjax.storage.durable import DamagedError, StorageError
 from oarjax.storage.stop import Stop, Stopped
 
 
@@ -124,7 +126,14 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 def test_completions_round_trip(tmp_path):
     rows = [
         row(completion="a\u2028b\ud800", reward=math.nan, rewards={"math": math.nan, "format": 0.5}, answer=None),
-        row(tokens=["1", "2"], weights=[0.5, 1.5], is_reasoning=[True, False], is_answer=[False, True], advantage=-1.0),
+        row(
+            tokens=["1", "2"],
+            weights=[0.5, 1.5],
+            is_reasoning=[True, False],
+            is_answer=[False, True],
+            advantage=-1.0,
+            turns=(ShownTurn(1, "", 0.0), ShownTurn(1, "\nhigher\n", 1.0)),
+        ),
     ]
     with CompletionsWriter(tmp_path / "completions.jsonl") as writer:
         writer.write(3, rows)
@@ -136,6 +145,14 @@ def test_completions_round_trip(tmp_path):
     assert math.isnan(first.reward)
     assert math.isnan(first.rewards["math"])
     assert second == rows[1]
+    (tmp_path / "completions.jsonl").write_bytes(lines[1].replace(b'"tokens": 1', b'"tokens": 2'))
+    with pytest.raises(DamagedError, match="its turns have other tokens"):
+        read_completions(tmp_path / "completions.jsonl")
+    pieces = token_pieces(rows[1])
+    assert "".join(piece.text for piece in pieces) == (
+        "turn 1, reward 0.000, weight 0.500: 1\n\nhigher\nturn 2, reward 1.000, weight 1.500: 2"
+    )
+    assert [piece.kind for piece in pieces] == ["turn", "reasoning", "plain", "turn", "answer"]
 
 
 def test_a_resumed_run_leaves_each_completion_once(tmp_path):

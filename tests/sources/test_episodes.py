@@ -1,17 +1,24 @@
 """Episodes are rows to which turns and observations are appended; only what the policy wrote is trained on."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from oarjax.data.problems import Problem
 from oarjax.environments.pool import Step
+from oarjax.errors import ConfigError
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards, written_turns
+from oarjax.run.hints import HintReader, played_turns
 from oarjax.sources.episodes import EpisodeSource
+from oarjax.step.hints import turn_marks
 from oarjax.step.iteration import iterate
+from oarjax.types import AnswerSpan, Hints
 
 LONG = 24
 
@@ -179,3 +186,63 @@ def test_rewards_see_turns_and_the_environment_at_its_end(made):
     states, ended = last_states(rollout), rollout.ended & (rollout.origin.turns.max(1) == 1)
     assert ended.any()
     assert all((state == {"guesses": 3}) == bool(end) for state, end in zip(states, ended))
+
+
+def values(prompt, turns, reference):
+    """Judge a turn by its place, and by what it had read."""
+    assert (prompt, reference) == ("2+2=", "4")
+    return [10.0 * number + len(turn.observed) + turn.reward for number, turn in enumerate(turns)]
+
+
+@pytest.mark.parametrize("marker", [None, values])
+def test_turns_are_marked_by_the_environments_rewards_or_a_function_of_them(made, marker):
+    rollout = episodes(made, Scripted(two_turns))
+    table = [b"", b"", *(bytes([97 + i]) for i in range(tiny.VOCAB))]
+    problems = dict.fromkeys(range(4), Problem("2+2=", "4", 0))
+    reader = HintReader(problems, marker, "here", {}, 0, table, tiny.PAD, plays=marker is None)
+    hints, width = reader(rollout, np.arange(4)), rollout.tokens.shape[1] - LONG
+    twice = np.flatnonzero((rollout.origin.turns.max(1) == 1) & rollout.ended)
+    assert len(twice)
+    for b in twice:
+        first, second = written_turns(rollout)[b]
+        numbers = [1] * len(first) + [0] * 3 + [2] * len(second)
+        marks = {None: [0, 1, 2], values: [0, 1, 10 + 3 + 2]}[marker]
+        assert hints.turns[b, : len(numbers)].tolist() == numbers
+        assert hints.marks[b, : len(numbers)].tolist() == [marks[number] for number in numbers]
+        turns = played_turns(rollout, table)[b]
+        assert turns[1].observed == "".join(table[i].decode() for i in rollout.tokens[b, width + len(first) :][:3])
+    assert not hints.turns[~rollout.completion].any()
+    if marker is not None:
+        with pytest.raises(ConfigError, match=r"credit.marks: here returns \[1.0\] for an episode of 2 turns"):
+            replace(reader, marker=lambda prompt, turns, reference: [1.0])(rollout, np.arange(4))
+
+
+@pytest.mark.parametrize("method", ["turn_rewards", "turn_oar", "oar_p"])
+def test_an_iteration_credits_turns(made, method):
+    """All tokens of a turn have one advantage (turn_oar: of the last turns, the answers'), those of an episode A."""
+    answer = {"style": "regex", "pattern": "."}
+    cfg = tiny.config(
+        rollout__max_new=LONG, credit__method=method, credit__answer=answer, credit__masking={"buckets": 2}
+    )
+    steps, state = tiny.build(cfg)[1:]
+    scripted = Scripted(
+        lambda episode: two_turns(episode) if len(episode.texts) > 2 else Step("7 8", len(episode.texts))
+    )
+
+    def find(rollout):
+        turns = rollout.origin.turns
+        last = rollout.completion & (turns == turns.max(1, where=rollout.extent, initial=0)[:, None]) & (turns > 0)
+        return AnswerSpan(rollout.completion & ~last, last, last.any(1), turns)
+
+    host = tiny.host()._replace(source=lambda sampler: source_of(made, scripted), find_answers=find)
+    if method != "oar_p":
+        host = host._replace(hints=lambda rollout, _: Hints(*turn_marks(rollout, turn_rewards(rollout))))
+    _, done = iterate(jax.tree.map(jnp.copy, state), None, 1, steps=steps, host=host, cfg=cfg)
+    weights, written, turns = done.weights, done.rollout.completion, done.rollout.origin.turns
+    rows = np.flatnonzero((written & (turns == 2)).any(1) & (done.advantages != 0))
+    assert len(rows)
+    np.testing.assert_allclose(np.where(written, weights, 0).sum(1)[rows], written.sum(1)[rows], rtol=1e-4)
+    within = [[weights[b, written[b] & (turns[b] == k)] for k in range(turns[b].max() + 1)] for b in rows]
+    for each in within:
+        assert all(np.ptp(turn) < 1e-5 for turn in (each[-1:] if method == "turn_oar" else each))
+    assert any(abs(each[0].mean() - each[1].mean()) > 1e-3 for each in within)
