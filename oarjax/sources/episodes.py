@@ -107,7 +107,7 @@ class EpisodeSource:
                     following.append(_Row(request, tuple(observed), episode))
             going = following
             drawn = self._source.go_on(batch, [row.request for row in going]) if going else []
-        self._finish(ended, {id: episode for id, episode in stopped.items() if episode.texts})
+        self._finish(ended, stopped)
         return [ended[id] for id in sorted(ended)]
 
     def _finish(self, ended: dict[RowId, Turn], stopped: dict[RowId, Episode]) -> None:
