@@ -45,7 +45,6 @@ from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
-from oarjax.run.episodes import play
 from oarjax.run.grades import RolloutGrading, grader_of, start_environments, written_turns
 from oarjax.run.hints import HintReader, hints_of, spelled_keywords
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
@@ -53,6 +52,7 @@ from oarjax.run.parts import Parts
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts, reply_of
 from oarjax.run.teacher import check_teacher, policy_of, read_teacher
+from oarjax.sources.episodes import play
 from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
 from oarjax.step.programs import RolloutLayout, Shardings, make_optimizer, make_steps

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from oarjax.config.learning import EnvironmentConfig
+from oarjax.data.streams import Encoded
+from oarjax.data.tokenizer import text_of
 from oarjax.environments.pool import Episode, Step
-from oarjax.rollout.source import Batch, Continuing, Report, Request, RowId, Spent, Turn
+from oarjax.rollout.source import Batch, Continuing, Report, Request, RowId, Source, Spent, Turn
+from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.processes import gather, is_first
 from oarjax.types import Params
 
@@ -155,3 +159,33 @@ def episode_seeds(batch: Batch) -> list[int]:
     words = batch.requests[0].key
     seeds = [int(np.random.SeedSequence([*words, int(p)]).generate_state(1)[0]) for p in batch.prompts.problem]
     return [seed for seed in seeds for _ in range(batch.group_size)]
+
+
+def play(
+    source: Source,
+    environments: Played,
+    environment: EnvironmentConfig,
+    reply: Callable[[str], list[int]],
+    problems: Encoded,
+    table: Sequence[bytes],
+    stop: Sequence[str],
+) -> EpisodeSource:
+    """Return a source of episodes from one of turns.
+
+    Args:
+        reply: the ids of what an environment says.
+        problems: whose columns environments see.
+        table: the bytes of every token id.
+        stop: strings that end a turn.
+    """
+    if not isinstance(source, Continuing):
+        raise TypeError(f"{type(source).__name__} draws single turns only")
+    by_index = problems.by_index
+
+    def text(ids: Sequence[int]) -> str:
+        return cut_text(text_of(ids, table), stop)
+
+    def columns(problem: int) -> dict[str, object]:
+        return by_index[problem].columns
+
+    return EpisodeSource(source, environments, text, reply, columns, most=environment.turns)
