@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,7 @@ def setting():
     return policy, state.params, jax.tree.map(jnp.asarray, probed), jax.tree.map(jnp.asarray, at)
 
 
+@partial(jax.jit, static_argnums=0)
 def log_probs(policy, params, tokens, valid):
     """[B, N, V]: of the token after each position."""
     positions = jnp.clip(jnp.cumsum(valid, 1) - 1, 0)
