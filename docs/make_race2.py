@@ -32,8 +32,11 @@ TASKS = {
 
 VALUED = """### Are the values right?
 
-v(a) - b against Q(a) - V of forced branches, on the warm start of seed 0, at 2 places of a completion with the 4
-likeliest tokens each; "at most" is the correlation that the noise of Q allows:
+v(a) - b against Q(a) - V, the mean reward of 32 sampled continuations of every listed token, on the warm start of seed
+0 (of the demo: that of `configs/demo.yaml`), at 2 places of a completion with the 4 likeliest tokens and the drawn one
+each. "At most" is the correlation that the noise of Q leaves; "same sign" is of the tokens whose |Q - V| exceeds two
+standard errors. First and second writings of echo's choices are places that no finder of the package gives: whoever
+knows the task takes them.
 """
 
 
@@ -66,7 +69,7 @@ def valued() -> str:
     """Return a table of how v(a) - b compares with Q(a) - V of forced branches, by task and finder of the places."""
     head = ["task", "places by", "completions", "correlation", "at most", "same sign"]
     head += ["v - Q of the drawn token", "of the others"]
-    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows, notes = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], list[str]()
     for file, (task, _) in TASKS.items():
         path = HERE / "data" / f"{file.replace('race2', 'values')}.json"
         if not path.exists():
@@ -74,42 +77,56 @@ def valued() -> str:
             continue
         tree = json.loads(path.read_text(encoding="utf-8"))
         for by, found in tree["by"].items():
-            cells = [f"{found[n][0]:.2f} ({found[n][1]:.2f} to {found[n][2]:.2f})" for n in ("correlation", "sign")]
+            agree = (found["correlation"], [float(np.clip(x, 0, 1)) for x in found["sign"]])  # a share, by jackknife
+            cells = [f"{m:.2f} ({a:.2f} to {b:.2f})" for m, a, b in agree]
             cells[1:1] = [f"{found['ceiling'][0]:.2f}"]
             cells += [f"{m:+.2f} ({a:+.2f} to {b:+.2f})" for m, a, b in (found["bias_drawn"], found["bias_others"])]
             rows.append(f"| {task} | {by} | {tree['completions']} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+        if places := tree.get("places"):
+            shares = ", ".join(f"{count} {name}" for name, count in places.items() if name != "of")
+            notes.append(f"\nThe places of {places['of']} on {task} are {shares}.")
+    return "\n".join(rows + notes) + "\n"
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:
-    """Return the mean area over seeds by arm and rate, with the number of seeds in brackets."""
+    """Return the mean area over seeds by arm and rate, seeds in brackets, and the rate that would be chosen by now."""
     areas, seconds = defaultdict[tuple[str, float], list[float]](list), defaultdict[str, list[float]](list)
     for record in records:
         arm = record["arm"].rpartition(", ")[0]
         areas[arm, record["value"]].append(record["measures"]["area"])
         seconds[arm].append(record["seconds"])
     rates = sorted({rate for _, rate in areas})
-    rows = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} | seconds of a run, median |"]
-    rows.append("|---" * (len(rates) + 2) + "|")
+    rows = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} | best by now | seconds of a run, median |"]
+    rows.append("|---" * (len(rates) + 3) + "|")
     for arm in seconds:
         cells = [areas.get((arm, rate), []) for rate in rates]
         shown = [f"{100 * np.mean(cell):.1f}% ({len(cell)})" if cell else "" for cell in cells]
-        rows.append(f"| {arm} | {' | '.join(shown)} | {np.median(seconds[arm]):.0f} |")
+        ran = {rate: cell for rate, cell in zip(rates, cells) if cell}
+        best = best_rate(ran)
+        named = f"{best:g}" + ", an edge" * (best in (min(ran), max(ran)))
+        rows.append(f"| {arm} | {' | '.join(shown)} | {named} | {np.median(seconds[arm]):.0f} |")
     return "\n".join(rows) + "\n"
+
+
+def best_rate(areas: dict[float, list[float]]) -> float:
+    """Return the rate of the largest mean area less its standard error, among those with most seeds."""
+    most = max(map(len, areas.values()))
+    full = {rate: cell for rate, cell in areas.items() if len(cell) == most}
+    return max(full, key=lambda x: np.mean(full[x]) - (np.std(full[x], ddof=1) / most**0.5 if most > 1 else 0))
 
 
 def detected(records: list[dict[str, Any]], seeds: int) -> list[str]:
     """Say what a difference to GRPO 4x8 the confirming seeds detect, at the arms' best rates with two seeds or more."""
-    best: dict[str, tuple[float, dict[int, float]]] = {}
+    best: dict[str, dict[int, float]] = {}
     for arm in dict.fromkeys(record["arm"].rpartition(", ")[0] for record in records):
-        for rate in sorted({record["value"] for record in records}):
-            mine = [r for r in records if (r["arm"].rpartition(", ")[0], r["value"]) == (arm, rate)]
-            areas = {r["seed"]: r["measures"]["area"] for r in mine}
-            if len(areas) > 1 and np.mean(list(areas.values())) > best.get(arm, (-1.0, {}))[0]:
-                best[arm] = float(np.mean(list(areas.values()))), areas
+        areas = defaultdict[float, dict[int, float]](dict)
+        for r in records:
+            if r["arm"].rpartition(", ")[0] == arm:
+                areas[r["value"]][r["seed"]] = r["measures"]["area"]
+        best[arm] = areas[best_rate({rate: list(by_seed.values()) for rate, by_seed in areas.items()})]
     lines = []
-    plain = best.pop("GRPO 4x8", (0.0, {}))[1]
-    for arm, (_, areas) in best.items():
+    plain = best.pop("GRPO 4x8", {})
+    for arm, areas in best.items():
         both = sorted(set(areas) & set(plain))
         if len(both) > 1:
             sd = 100 * float(np.std([areas[s] - plain[s] for s in both], ddof=1))
