@@ -113,7 +113,10 @@ def sound(folder, iterations):
 @pytest.mark.slow
 def test_a_rate_that_explodes(oarjax, base, tmp_path):
     """1e39 is infinite in float32: every update would leave infinite params, none is taken."""
-    code, out, err = train(oarjax, base, tmp_path / "run", "optim.lr=1e39", "health.stop_after=3")
+    size = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
+    teacher = write_builtin_policy(tmp_path / "teacher", seed=7, **size)
+    taught = (f"loss.teacher={teacher}", "loss.kl_in=token", "loss.kl_beta=1", "update.skip_zero_variance=false")
+    code, out, err = train(oarjax, base, tmp_path / "run", "optim.lr=1e39", "health.stop_after=3", *taught)
     assert code == 2
     assert (
         "iteration 3, optimizer step 0, phase update: params not finite: nothing could be learned in 3 updates" in err
@@ -128,6 +131,7 @@ def test_a_rate_that_explodes(oarjax, base, tmp_path):
     assert found["place"].startswith("the optimizer's step: the gradient is finite")
     assert "with a learning rate of 1e+39 the step is not: lower the rate" in found["place"]
     assert all(row["replayed"] is None for row in found["rows"])
+    assert all(row["grad_norm"] > 0 for row in found["rows"])  # the teacher's, in groups of equal rewards too
 
 
 @pytest.mark.slow
