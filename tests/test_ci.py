@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 SKIPS = runpy.run_path(str(ROOT / ".ci" / "skips.py"))
+LOWEST = runpy.run_path(str(ROOT / ".ci" / "lowest.py"))
 KNOWN = "torch is not installed (extra parity)"
 
 SUITE = f"""
@@ -62,10 +63,20 @@ def test_no_more_than_five_reasons():
     assert len(SKIPS["EXPECTED"]) <= SKIPS["MOST_REASONS"] == 5
 
 
-def test_the_files_that_run_on_a_newer_jax_exist(tmp_path):
-    function = re.search(r"^newer_jax_tests\(\).*?^}", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
+@pytest.mark.parametrize("name", ["newer_jax_tests", "lowest_tests"])
+def test_the_files_that_run_with_other_versions_exist(name):
+    function = re.search(rf"^{name}\(\).*?^}}", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
     assert function is not None
-    script = f"shopt -s failglob\n{function.group()}\nnewer_jax_tests"  # a pattern that matches nothing is an error
+    script = f"shopt -s failglob\n{function.group()}\n{name}"  # a pattern that matches nothing is an error
     files = subprocess.run(["bash", "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     assert len(files) > 5
     assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_lower_bounds_become_pins():
+    pins = LOWEST["lowest"]((ROOT / "pyproject.toml").read_text())
+    assert {pin.split("==")[0] for pin in pins} >= {"jax", "transformers", "orbax-checkpoint", "matplotlib"}
+    text = '[project]\ndependencies = ["jax>=0.10.0", "flax"]\n[project.optional-dependencies]\nlog = []\n'
+    with pytest.raises(ValueError, match="flax: expected name>=version"):
+        LOWEST["lowest"](text)
+    assert LOWEST["lowest"](text.replace("flax", "flax>=0.9")) == ["jax==0.10.0", "flax==0.9"]
