@@ -91,7 +91,7 @@ def train(
     run(config, overrides or [], restart=restart, extend=extend)
 
 
-@app.command(epilog="Example: oarjax init --data questions.csv")
+@app.command(epilog="Example: oarjax init demo sums.yaml --data sums.csv --columns exercise,result")
 def init(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A shipped config, such as demo.", show_default="demo")

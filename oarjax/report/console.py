@@ -6,6 +6,7 @@ On hosts other than the first, pass ``Console(quiet=True)``.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ LIVE = (
 SHARES = ("pass_at_1", "truncated", "zero_variance")
 """Metrics that are shown in percent."""
 COMPILING = "compiling: the first one takes longer"
+MINUTE = 60.0
+"""Seconds between lines that say that the first step is not done."""
 
 # Progress and time ------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ class Progress:
         stop: Stop | None = None,
     ):
         self._lines, self._stop = list[Text](), stop
+        self._moved = threading.Event()  # a step is done, or nothing will come
         self.console = make_console() if console is None else console
         start_value = baseline if baseline is not None and math.isfinite(baseline) else None
         self._compiles, self._baseline, self._latest = compiles, start_value, None
@@ -127,6 +131,7 @@ class Progress:
 
     def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
         """Show that ``done`` of the total are finished, with the latest metrics and seconds per phase."""
+        self._moved.set()
         if "pass_at_1" in metrics:
             self._latest = float(metrics["pass_at_1"])
         # Work without rewards, such as a warm start, has few metrics: show the first ones.
@@ -168,9 +173,18 @@ class Progress:
                 self._stop.displayed = True
         elif self._compiles:
             self.console.print(Text(f"{self._label} {COMPILING}"), soft_wrap=True)
+            threading.Thread(target=self._say_that_it_compiles, daemon=True).start()
         return self
 
+    def _say_that_it_compiles(self) -> None:
+        """Print a line a minute until the first step is done, where no clock is drawn."""
+        minutes = 0
+        while not self._moved.wait(MINUTE):
+            minutes += 1
+            self.console.print(Text(f"{self._label} still in its first step, {minutes} min"), soft_wrap=True)
+
     def __exit__(self, *_: object) -> None:
+        self._moved.set()
         if self._live is not None:
             self._live.stop()
             if self._stop:

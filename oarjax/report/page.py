@@ -249,7 +249,12 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     for row in compared:
         tiles.append((row.name, f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
         low, high = number(row.change_low), number(row.change_high)
-        span = f"95% interval {low:+.1f} to {high:+.1f}" if math.isfinite(low) else "one problem: no interval"
+        if not math.isfinite(low):
+            span = "one problem: no interval"
+        elif low == high:
+            span = f"alike on each of {row.problems} problems: no interval"
+        else:
+            span = f"95% interval {low:+.1f} to {high:+.1f}"
         tiles.append((f"change by {row.name}", f"{row.change:+.1f} points", span))
     return tiles
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import statistics
 import time
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from rich.table import Table
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
 from oarjax.storage.durable import DamagedError, cannot_read, refuse_special
+from oarjax.storage.folder import LOCK
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10
@@ -26,7 +29,7 @@ class Status:
     """Progress of a run; None where it is not known yet."""
 
     run: str
-    state: str  # before the first iteration, warm start, training, finished, ...
+    state: str  # before the first iteration, warm start, training, stopped in ..., finished, ...
     iteration: int
     iterations: int
     reward: float | None  # mean of the recent iterations
@@ -137,11 +140,22 @@ def _state(folder: Path, iteration: int, iterations: int) -> str:
     if iteration >= iterations:
         exported = any((folder / name).is_file() for name in ("export/config.json", "summary.json"))
         return "finished" if exported else "all iterations done, not yet exported"
-    if iteration:
-        return "training"
-    if (folder / "sft").exists():
-        return "warm start"
-    return "before the first iteration"
+    state = "training" if iteration else "warm start" if (folder / "sft").exists() else "before the first iteration"
+    return f"stopped in: {state}; the same command resumes" if _has_ended(folder / LOCK) else state
+
+
+def _has_ended(lock: Path) -> bool:
+    """Return True if the process that last held a run's lock was on this host and has ended."""
+    try:
+        holder = json.loads(lock.read_text(encoding="utf-8"))
+        if holder["host"] != socket.gethostname():
+            return False
+        os.kill(int(holder["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return False
+    return False
 
 
 def _devices(folder: Path) -> tuple[int, str] | None:

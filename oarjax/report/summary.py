@@ -103,7 +103,7 @@ def _change(row: SummaryRow) -> str:
     if row.change is None:
         return ""
     half = (number(row.change_high) - number(row.change_low)) / 2
-    return f"{row.change:+.1f}" + (f" ±{half:.1f}" if math.isfinite(half) else "")
+    return f"{row.change:+.1f}" + (f" ±{half:.1f}" if math.isfinite(half) and half else "")
 
 
 def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:

@@ -366,7 +366,6 @@ def make_steps(
         decoding=lambda: groups.spent().plus(further.spent()),
         pad_id=pad_id,
         prompt_rows=prompt_rows,
-        decode_programs=lambda: groups.decode_programs + further.decode_programs,
     )
 
 

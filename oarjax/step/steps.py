@@ -175,7 +175,6 @@ class Steps(NamedTuple):
     decoding: Callable[[], Spent] = Spent  # counts of what ``sample`` did since this was last called
     pad_id: int = 0  # fills completions after their ends
     prompt_rows: int = 1  # rows of a group that a minibatch may keep together to compute their prompt once
-    decode_programs: Callable[[], int] = int  # decode programs that ``sample`` has run in this process
 
     def scores(
         self,

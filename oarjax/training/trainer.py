@@ -195,8 +195,6 @@ def train(
         if last is None and run.held_out is not None:  # the run was already finished
             last = evaluate(run, grader, all_params(state))
     show_completions(console, cfg.iterations, rows)
-    if programs := run.steps.decode_programs():
-        console.print(f"compiled decode programs: {programs}, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
 

@@ -34,6 +34,16 @@ def test_a_config_of_ones_own_data(tmp_path):
     assert (cfg.run_dir, cfg.policy.path) == ("runs/qa", "Qwen/Qwen2.5-0.5B-Instruct")
     assert [reward.name for reward in cfg.grading.rewards] == ["math"]
     assert "oarjax train qa.yaml" in written.message()
+    assert "extra hub" in written.message()
+    assert "4 problems is known to ±35 points" in written.message()
+
+
+def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
+    rows = ["question,answer", "9+9=,18", "9+8=,17", "19+1=,20", "1-2=,-1"]
+    (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")
+    said = write_config("sums.csv", base="demo").message()
+    assert "2 of 4 answers are not numbers from 0 to 19" in said
+    assert "hub" not in said
 
 
 def test_the_rest_of_a_named_config_stays(tmp_path):

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -227,6 +228,19 @@ def test_progress_shows_compiling_the_baseline_and_the_latest_evaluation():
         "oar_g 2/3  reward 0.500  pass@1 45.6% to 73.6%  truncated 10%",
         "oar_g 3/3  reward 0.500  pass@1 45.6% to 73.6%",
     ]
+
+
+def test_a_log_says_that_the_first_step_is_not_done(monkeypatch):
+    monkeypatch.setattr("oarjax.report.console.MINUTE", 0.01)
+    out = io.StringIO()
+    with Progress(2, label="oar_g", console=Console(file=out, width=100), compiles=True) as progress:
+        while "still in its first step, 2 min" not in out.getvalue():
+            time.sleep(0.01)
+        progress.update(1, {"reward": 0.5})
+        time.sleep(0.05)
+        said = out.getvalue()
+        time.sleep(0.05)
+    assert out.getvalue() == said
 
 
 def test_progress_every_keeps_first_and_last_line():

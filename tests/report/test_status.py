@@ -1,6 +1,9 @@
 """How far a run has got, from the files of runs that are starting, going on, done or not there."""
 
 import json
+import os
+import socket
+import subprocess
 
 import pytest
 
@@ -50,6 +53,20 @@ def test_a_run_that_has_only_begun(tmp_path):
     )
     (tmp_path / "sft").mkdir()
     assert run_status(tmp_path).state == "warm start"
+
+
+def test_a_run_whose_process_has_ended(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder = run_folder(tmp_path, [line(1, reward=1.0)])
+    for pid, host, state in (
+        (ended.pid, socket.gethostname(), "stopped in: training; the same command resumes"),
+        (os.getpid(), socket.gethostname(), "training"),
+        (ended.pid, "another host", "training"),
+        ("x", socket.gethostname(), "training"),
+    ):
+        (folder / "lock").write_text(json.dumps({"pid": pid, "host": host}))
+        assert run_status(folder).state == state
 
 
 def test_a_finished_run(tmp_path):
