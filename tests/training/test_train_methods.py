@@ -49,7 +49,6 @@ COMBINATIONS = {
     "oar_f, sampled": {"method": "oar_f", "fisher.sampled": 1, "polarity": "wrong"},
     "oar_g, joint, published": {"method": "oar_g", "estimator": "noisy", "draws": 2, "probe.mode": "answer_joint"},
     "grail": {"method": "grail"},
-    "keywords": {"method": "keywords", "keywords.words": ["+", "-"]},
     "causal_spans": {"method": "causal_spans", "answer.source": "reference", "answer.cue": "="},
     "permuted": {"method": "permuted", "permuted_of": "oar_f", "gate.levels": "suppress"},
     "serl": {"method": "serl", "marks": f"{__file__}:first_half", "teacher": "{prompt}({answer})"},
