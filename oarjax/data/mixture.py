@@ -39,6 +39,20 @@ def draw_share(
     return hard_share if hard_below is not None and mean <= hard_below else 1.0
 
 
+def check_position(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Compare a saved position with the data and settings of this run.
+
+    Raises:
+        DataError: it was saved with others.
+    """
+    saved = {name: state.get(name) for name in identity}
+    if saved != identity:
+        raise DataError(
+            f"data: the saved position belongs to {saved}, but this run has {identity}; resume with the data, weights, "
+            "batch and seed that it was saved with"
+        )
+
+
 class MixedRows:
     """Yield endless batches of row numbers of several data sets that lie one after the other.
 
@@ -99,15 +113,6 @@ class MixedRows:
         return {**self._identity, "taken": self._taken, "read": list(self._read)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            DataError: it was saved with other data or settings.
-        """
-        saved = {name: state.get(name) for name in self._identity}
-        if saved != self._identity:
-            raise DataError(
-                f"data: the saved position belongs to {saved}, but this run has {self._identity}; resume with the "
-                "data, weights, batch and seed that it was saved with"
-            )
+        """Resume from a saved position, as ``check_position`` allows."""
+        check_position(state, self._identity)
         self._taken, self._read = int(state["taken"]), [int(count) for count in state["read"]]

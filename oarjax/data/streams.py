@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.data.mixture import MixedRows
+from oarjax.data.mixture import MixedRows, check_position
 from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError
 from oarjax.data.tokenizer import encode, errors_at, render_prompt
@@ -184,17 +184,8 @@ class Stream:
         return {**self._identity, "position": self._batches.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            DataError: it was saved with other data or settings.
-        """
-        saved = {name: state.get(name) for name in self._identity}
-        if saved != self._identity:
-            raise DataError(
-                f"data: the saved position belongs to {saved}, but this run has {self._identity}; resume with the "
-                "data, batch and seed that it was saved with"
-            )
+        """Resume from a saved position, as ``check_position`` allows."""
+        check_position(state, self._identity)
         self._batches.set_state(state["position"])
 
 
