@@ -107,3 +107,11 @@ def test_a_phase_whose_programs_are_others_by_now_is_marked():
     found = checked({"config": "x", "phases": phases}, lower)
     assert [(p["commit"], p.get("changed")) for p in found["phases"]] == [("old", True), ("new", None), ("new", None)]
     assert commits_table([found])[-1] == "| x | sample: old, changed; fused, apply: new |"
+
+
+def test_the_notebook_with_adapters_tells_the_plan_of_its_config():
+    text = (ROOT / "notebooks" / "kaggle_lora_7b.ipynb").read_text()
+    (step,) = (p["step"] for p in PLANS if p["config"] == "configs/qwen2.5-7b_v5e-8_lora.yaml")
+    for what, seconds in (("expected", "expected"), ("nothing overlapped", "in_turn"), ("everything over", "together")):
+        assert re.search(rf"{what}\w* \| {step[f'seconds_{seconds}']:.0f} s \|", text), what
+    assert f"per chip | {step['hbm']['total'] / 2**30:.1f} |" in text
