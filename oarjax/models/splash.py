@@ -63,9 +63,10 @@ def splash(
 ) -> Float[Array, "B N heads h"]:
     """Compute softmax(q k^T / sqrt(h)) v like ``attend`` for the M - N keys of a prefix and the N queries' own.
 
-    Query i sees the valid keys among the first M - N + i + 1; one that sees none gives 0. Head i reads key head
-    i // (heads / kv). The result has the dtype of ``k``, in which q is rounded after scaling; scores, sums and
-    the product with v are float32 inside the kernel.
+    Query i sees the valid keys among the first M - N + i + 1; one that sees none, which is padding, gives a mean of
+    padding: zeros in its place would take a pass over the result. Head i reads key head i // (heads / kv). The result
+    has the dtype of ``k``, in which q is rounded after scaling; scores, sums and the product with v are float32 inside
+    the kernel.
 
     Rows are sharded over the axes of ``mesh`` other than "tensor" (padded to divide), heads over "tensor", with key
     heads repeated only as far as needed. ``blocks`` of queries and keys: None, by ``block_of``; 128 but for splash.
@@ -95,8 +96,7 @@ def splash(
         _pad(ids_q, (parts, block_q)),
         _pad(ids_k, (parts, block_k)),
     )
-    out = out[:rows, :, :new].transpose(0, 2, 1, 3)
-    return jnp.where(sees[:, :, None, None], out, 0)
+    return out[:rows, :, :new].transpose(0, 2, 1, 3)
 
 
 def causal_mixer(
