@@ -1,7 +1,8 @@
 """Random sequences of accidents over run folders, against a fake trainer that uses the real run-folder code.
 
 Whatever happens, a command ends in one of three ways: the run's end is bit for bit that of a run that nothing happened
-to, or exit code 2 and no byte has changed, or exit code 75 and the same command resumes to that end.
+to, or exit code 2 and no byte has changed, or exit code 75 and the same command resumes to that end. What it learns
+from is drawn an iteration ahead by an older policy, and recorded: rollouts of any other policy would be another end.
 OARJAX_STATEFUL chooses how many sequences are tried.
 """
 
@@ -29,33 +30,43 @@ import tiny
 import unsound
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from oarjax.errors import UserError
+from oarjax.rollout.source import Batch, Spent, Turn
 from oarjax.run.export_target import check_new_folder
+from oarjax.sources.lagged import LaggedSource, PromptsAhead
+from oarjax.sources.records import RecordedSource, Records
 from oarjax.storage import checkpoint, durable
 from oarjax.storage.bad_batches import Header, read_bad_batch, write_bad_batch
 from oarjax.storage.checkpoint import Checkpoints, finished
-from oarjax.storage.durable import Lines, StorageError, check_guards, read_lines, write_durably
+from oarjax.storage.durable import Failures, Lines, StorageError, check_guards, read_lines, write_durably
 from oarjax.storage.folder import claim, locked, put_aside, refuse_another_run
 from oarjax.storage.inputs import record_inputs
-from oarjax.types import TrainState
+from oarjax.types import PromptBatch, TrainState
 
 ITERATIONS, EVERY = 6, 2
 CONFIGS = {seed: tiny.config(seed=seed, iterations=ITERATIONS, checkpoint__every=EVERY) for seed in (0, 1)}
 ROWS = {"a": 0.25, "b": 0.75}
 
 
-def updated(w: np.ndarray, n: int, seed: int, rows: str) -> np.ndarray:
-    return np.sin(w * np.float32(1.7) + np.float32(n + seed) * np.float32(ROWS[rows])).astype(np.float32)
+LAG = 1
+
+
+def updated(w: np.ndarray, token: int, seed: int, rows: str) -> np.ndarray:
+    return np.sin(w * np.float32(1.7) + np.float32(token + seed) * np.float32(ROWS[rows])).astype(np.float32)
+
+
+def token_of(w: np.ndarray, n: int) -> int:
+    """What a policy draws in an iteration."""
+    return n + int(abs(float(w[0])) * 1000) % 97
 
 
 def expected(seed: int, rows: str) -> list[float]:
-    w, found = np.full(3, seed, np.float32), []
+    policies = [np.full(3, seed, np.float32)]
     for n in range(1, ITERATIONS + 1):
-        w = updated(w, n, seed, rows)
-        found.append(float(w[0]))
-    return found
+        policies.append(updated(policies[-1], token_of(policies[max(0, n - 1 - LAG)], n), seed, rows))
+    return [float(w[0]) for w in policies[1:]]
 
 
 # The fake trainer -------------------------------------------------------------------------------------------------
@@ -87,6 +98,44 @@ class Writer:
         pass
 
 
+class Numbered:
+    """Prompts of iterations: their number, and the rows of the data."""
+
+    def __init__(self, rows: str) -> None:
+        self._rows, self._taken = rows, 0
+
+    def __next__(self) -> tuple[PromptBatch, None]:
+        self._taken += 1
+        tokens, valid = np.array([[self._taken, ord(self._rows)]], np.int32), np.ones((1, 2), bool)
+        return PromptBatch(tokens, valid, np.zeros(1, np.int32)), None  # type: ignore[arg-type]
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._taken = state["taken"]
+
+
+class Drawing:
+    """A source that draws one token, by its policy."""
+
+    together = False
+
+    def sync(self, params: Any, version: int) -> None:
+        self._w, self._version = params["w"], version
+
+    def draw(self, batch: Batch, report: Any = None, *, rows: Any = None) -> list[Turn]:
+        token, zeros = token_of(self._w, batch.iteration), np.zeros(1, np.float32)
+        versions = np.full(1, self._version, np.int32)
+        return [Turn(batch.requests[0].id, np.array([token], np.int32), zeros, versions, "length")]
+
+    def spent(self) -> Spent:
+        return Spent()
+
+    def close(self) -> None:
+        pass
+
+
 def fresh(w: np.ndarray, n: int) -> TrainState:
     return TrainState(jnp.asarray(n, jnp.int32), {"w": jnp.asarray(w)}, (), jax.random.key(0))
 
@@ -103,19 +152,30 @@ def train(folder: Path, seed: int, rows: str) -> Generator[int, str | None, None
         claim(folder, cfg)
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=10))
         first, position, w = 0, 0, np.full(3, seed, np.float32)
+        said: list[str] = []
+        failures = Failures("stop", lambda key, text: None)
+        records = Records(folder / "rollouts", failures=failures, say=said.append)
+        prompts, key = PromptsAhead(Numbered(rows)), jax.random.key(seed)
+        lagged = LaggedSource(LAG, ITERATIONS, prompts, lambda n, p: Batch(p, key, n, 0, 1, 1), say=said.append)
         newest = checkpoints.trusted(lambda text: None)
         if newest is not None:
             state, record = checkpoints.restore(newest, like=fresh(w, 0))
             first, position, w = newest, record["position"], np.asarray(state.params["w"])
+            prompts.restore(record["data"])
             assert int(state.step) == newest
         lines = stack.enter_context(closing(Lines(folder / "metrics.jsonl", position=position)))
         told = yield first
         for n in range(first + 1, ITERATIONS + 1):
-            w = updated(w, n, seed, rows)
+            source = lagged.bind(RecordedSource(Drawing(), records))
+            source.sync({"w": w}, n - 1)
+            (turn,) = source.draw(Batch(next(prompts)[0], key, n, 0, 1, 1))
+            assert said == []
+            w = updated(w, int(turn.tokens[0]), seed, rows)
             lines.write({"iteration": n, "w": float(w[0])})
             if n % EVERY == 0 or told:
-                checkpoints.save(n, fresh(w, n), {"position": lines.sync()})
+                checkpoints.save(n, fresh(w, n), {"position": lines.sync(), "data": prompts.state()})
                 checkpoints.settle()
+                records.prune(min(checkpoints.finished()))
             if told:
                 return
             told = yield n
@@ -237,6 +297,13 @@ class Folders(RuleBasedStateMachine):
 
     # Commands -----------------------------------------------------------------------------------------------------
 
+    @initialize(count=st.integers(0, ITERATIONS))
+    def begin(self, count):
+        """Start a run and go some way: few accidents mean anything to an empty folder."""
+        self.start("x", 0, "a")
+        if count:
+            self.advance("x", count, None)
+
     @rule(name=NAMES, seed=st.sampled_from([0, 1]), rows=st.sampled_from("ab"))
     def start(self, name, seed, rows):
         folder, run, before = self.root / name, self.runs.get(name), everything(self.root / name)
@@ -306,7 +373,7 @@ class Folders(RuleBasedStateMachine):
         assert not moved or everything(self.root) == before
         run.process = None
 
-    @rule(name=NAMES, left=st.sampled_from(["nothing", "half a line", "half a folder", "no manifest"]))
+    @rule(name=NAMES, left=st.sampled_from(["nothing", "half a line", "half a record", "half a folder", "no manifest"]))
     def kill(self, name, left):
         run = self.runs.get(name)
         if run is None or run.process is None:
@@ -317,6 +384,10 @@ class Folders(RuleBasedStateMachine):
         if left == "half a line":
             with (folder / "metrics.jsonl").open("ab") as file:
                 file.write(b'{"iteration": 1')
+        elif left == "half a record":
+            at = folder / "rollouts" / f"{process.done + LAG + 1:06d}.jsonl"
+            with at.open("ab") as file:
+                file.write(b'{"iteration": ')
         elif left == "half a folder":
             (folder / "checkpoints" / "000009.orbax-checkpoint-tmp").mkdir(exist_ok=True)
         elif left == "no manifest" and saved(folder) and saved(folder)[-1].name == f"{process.done:06d}":
