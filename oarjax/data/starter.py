@@ -107,7 +107,8 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
             path.write_text(content, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
-    return Written(target, *parts, (len(train), len(held_out)), found, policy, tuple(_beyond(cfg.sft, problems)))
+    notes = tuple(_beyond(cfg.sft, problems))
+    return Written(target, parts[0], parts[1], (len(train), len(held_out)), found, policy, notes)
 
 
 def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]:
