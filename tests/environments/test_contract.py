@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+from conftest import ROOT
 
+from oarjax.config.loading import parse_config
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.environments import contract
 from oarjax.environments.contract import TurnOutcome, begin, finish, fits, load_environment, play, tool_schemas
 from oarjax.errors import ConfigError, UserError
+from oarjax.grading.rewards import Sample, find_rewards, load_plugins
 
 CLASSES = str(Path(__file__).parent.parent / "golden" / "environments" / "classes.py")
 
@@ -212,3 +216,27 @@ def test_observations_are_as_qwens_template_writes_results_of_tools(shared):
     assert isinstance(text, str)
     assert text.endswith(f"{turn}<|im_end|>\n<|im_start|>user\n{observation}<|im_end|>\n")
     assert '{"name": <function-name>, "arguments": <args-json-object>}' in text  # as ``CALL`` reads it
+
+
+def test_the_page_leads_from_a_class_of_trl_to_a_config(tmp_path, monkeypatch):
+    """Its files as they stand: the class plays a row of the dataset, the reward reads it, and the config is one."""
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+
+    def block(first_line):
+        return page[page.index(first_line) :].partition("```")[0]
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("shop.py", "shop_rewards.py"):
+        (tmp_path / name).write_text(block(f"# {name}"))
+    row = json.loads(block('{"question": "Buy two teas'))
+    cfg = parse_config(yaml.safe_load(block("# shop.yaml")))
+    environment = load_environment(cfg.rollout.environment.name)
+    instance = begin(environment, row, 0)
+    assert said(environment, instance, call("price", item="tea")) == "250 cents"
+    assert "there is no gold" in said(environment, instance, call("price", item="gold"))
+    assert said(environment, instance, call("buy", item="tea", count=2)) == "bought"
+    last = play(environment, instance, "Done.", seed=0, turn=4)
+    assert (last.text, last.reward, last.state) == (None, 1.0, {"reward": 1.0})
+    load_plugins(cfg.grading.plugins)
+    sample = Sample(prompt=row["question"], completion="Done.", answer=row["answer"], environment=last.state)
+    assert find_rewards(["bought"])[0]([sample]) == [1.0]
