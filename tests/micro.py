@@ -115,6 +115,52 @@ def carrying_config(config: Path) -> Path:
     return config.with_name("carrying.yaml")
 
 
+UNRULY = """
+import os
+
+
+class Unruly:
+    def reset(self, hidden, seed):
+        self._hidden, self._seed, self._turn = hidden, seed, 0
+
+    def step(self, text):
+        self._turn += 1
+        match (len(text) + self._seed + 3 * self._turn) % 16:
+            case 0:
+                raise RuntimeError("out of order")
+            case 1:
+                return b"bytes"
+            case 2:
+                return "paid", float("nan")
+            case 3:
+                os._exit(3)
+            case 4:
+                return "9" * 70_000
+            case 5:
+                os.fork()
+        guess = int(text) if text.isdigit() and len(text) < 9 else 0
+        if guess == self._hidden:
+            return None, 1.0
+        return "higher" if guess < self._hidden else "lower", 0.1 * (guess > 0)
+"""
+
+
+def episodes_config(config: Path) -> Path:
+    """Write beside a micro config one of episodes whose environment misbehaves, with credit by turns."""
+    plugin, tree = config.with_name("unruly.py"), yaml.safe_load(config.read_text())
+    plugin.write_text(UNRULY)
+    tree["policy"]["path"] = "builtin:turns"
+    for name, part in {"train": tree["data"], "eval": tree["data"], "data": tree["sft"]}.items():
+        part[name] = {"source": "builtin:guess", "split": "sft" if name == "data" else name, "limit": 8}
+    tree["rollout"] |= {"max_new": 24, "completion_bucket": 24}
+    tree["rollout"]["environment"] = {"name": f"{plugin}:Unruly", "turns": 4, "deadline": 300}
+    tree["grading"]["rewards"] = [{"name": "environment"}]
+    tree["lora"] = {"rank": 2, "alpha": 4, "targets": ["q", "v"]}
+    tree["credit"] = {"method": "turn_rewards", "turn_rewards": {"discount": 0.5}, "answer": {"style": "none"}}
+    config.with_name("episodes.yaml").write_text(yaml.safe_dump(tree))
+    return config.with_name("episodes.yaml")
+
+
 def command(config: Path, run: Path, *changes: str) -> list[str]:
     return [sys.executable, "-m", "oarjax.cli", *arguments(config, run, *changes)]
 

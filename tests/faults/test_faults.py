@@ -72,20 +72,27 @@ def assert_same(run: Path, whole: Path) -> None:
 # Kill -9 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ragged", "carrying"])
+KINDS = {
+    "ragged": micro.ragged_config,
+    "carrying": lambda config: micro.carrying_config(micro.ragged_config(config)),
+    "episodes": micro.episodes_config,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, tmp_path, kind):
     """Runs one after another, each killed again and again until one attempt outlives its moment.
 
-    Rows take turns in slots, with refills and rewards per group and async. Half of the kills fall on runs that carry
-    more: adapters, a mixture of data sets, records of problems, a teacher, another optimizer. The moments are drawn
-    one from each of as many equal parts of a run, so that every part of it meets a kill. Runs differ in the processor
-    time that they take: a moment which a whole run outlives comes a fifth sooner in the next.
+    Rows take turns in slots, with refills and rewards per group and async. A third of the kills fall on runs that carry
+    more: adapters, a mixture of data sets, records of problems, a teacher, another optimizer; and a third on episodes
+    of adapters whose environment raises, floods, forks and exits. The moments are drawn one from each of as many equal
+    parts of a run, so that every part of it meets a kill. Runs differ in the processor time that they take: a moment
+    which a whole run outlives comes a fifth sooner in the next.
     """
-    config = micro.ragged_config(config)
-    config = config if kind == "ragged" else micro.carrying_config(config)
+    config = KINDS[kind](config)
     code, text = micro.finish(config, whole := tmp_path / "whole")  # compiles the programs
     assert code == 0, text
-    seconds, kills = micro.whole_run(config, tmp_path / "timed"), max(KILLS // 2, 1)
+    seconds, kills = micro.whole_run(config, tmp_path / "timed"), max(KILLS // 3, 1)
     assert_same(tmp_path / "timed", whole)
     print(f"seed {SEED}: {kills} kills in the {seconds:.1f} s of processor time that a whole run takes")
     draw = random.Random(f"{SEED} {kind}")
