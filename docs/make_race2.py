@@ -109,9 +109,9 @@ def areas_table(records: list[dict[str, Any]]) -> str:
 
 
 def best_rate(areas: dict[float, list[float]]) -> float:
-    """Return the rate of the largest mean area less its standard error, among those with most seeds."""
-    most = max(map(len, areas.values()))
-    full = {rate: cell for rate, cell in areas.items() if len(cell) == most}
+    """Return the rate of the largest mean area less its standard error, on as many seeds as three rates have."""
+    most = sorted(map(len, areas.values()))[-3]
+    full = {rate: cell[:most] for rate, cell in areas.items() if len(cell) >= most}
     return max(full, key=lambda x: np.mean(full[x]) - (np.std(full[x], ddof=1) / most**0.5 if most > 1 else 0))
 
 
