@@ -68,7 +68,12 @@ def micro_config(folder: Path) -> Path:
 
 KINDS = """
 import asyncio
+import os
+import time
 from oarjax import reward
+
+real = time.time
+time.time = lambda shift=os.getpid() * 7919 % 172800 - 86400: real() + shift
 
 
 @reward("shortest", per="group")
@@ -84,7 +89,10 @@ async def waited(sample):
 
 
 def ragged_config(config: Path) -> Path:
-    """Write beside a micro config one whose rows take turns in fewer slots, with rewards of groups and async ones."""
+    """Write beside a micro config one whose rows take turns in fewer slots, with rewards of groups and async ones.
+
+    The clock of every process is wrong by up to a day, so that it jumps whenever the run is started again.
+    """
     plugin, tree = config.with_name("kinds.py"), yaml.safe_load(config.read_text())
     plugin.write_text(KINDS)
     tree["rollout"] |= {"slots": 8, "segment": 4}

@@ -83,11 +83,11 @@ KINDS = {
 def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, tmp_path, kind):
     """Runs one after another, each killed again and again until one attempt outlives its moment.
 
-    Rows take turns in slots, with refills and rewards per group and async. A third of the kills fall on runs that carry
-    more: adapters, a mixture of data sets, records of problems, a teacher, another optimizer; and a third on episodes
-    of adapters whose environment raises, floods, forks and exits. The moments are drawn one from each of as many equal
-    parts of a run, so that every part of it meets a kill. Runs differ in the processor time that they take: a moment
-    which a whole run outlives comes a fifth sooner in the next.
+    Rows take turns in slots, with refills and rewards per group and async, and every attempt has another clock. A third
+    of the kills fall on runs that carry more: adapters, a mixture of data sets, records of problems, a teacher, another
+    optimizer; and a third on episodes of adapters whose environment raises, floods, forks and exits. The moments are
+    drawn one from each of as many equal parts of a run, so that every part of it meets a kill. Runs differ in the
+    processor time that they take: a moment which a whole run outlives comes a fifth sooner in the next.
     """
     config = KINDS[kind](config)
     code, text = micro.finish(config, whole := tmp_path / "whole")  # compiles the programs
