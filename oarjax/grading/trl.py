@@ -1,9 +1,9 @@
 """Call rewards that have the signature of TRL's: ``(completions, **columns)``, lists of all completions of a batch.
 
-A function of a plugin with a parameter ``completions`` or ``environments`` is registered under its own name, without
-``@reward``. It is called per batch, with ``prompts``, ``completions``, ``completion_ids`` and every column of the
-dataset's rows by keyword, as many of them as it takes. Chats are given as lists of messages, texts as texts. Its
-keyword-only arguments are settings, as of any reward; TRL's ``trainer_state`` and loggers are not there.
+A function of a plugin with a parameter ``completions``, ``completion_ids`` or ``environments`` is registered under its
+own name, without ``@reward``. It is called per batch, with ``prompts``, ``completions``, ``completion_ids`` and every
+column of the dataset's rows by keyword, as many of them as it takes. Chats are given as lists of messages, texts as
+texts. Its keyword-only arguments are settings, as of any reward; TRL's ``trainer_state`` and loggers are not there.
 
 An element of ``environments`` has the public attributes of an episode's environment at its end, as far as JSON holds
 them. A function that takes them is not called for completions without an environment, or whose episode failed.
@@ -25,7 +25,7 @@ def has_trl_signature(function: Any) -> bool:
     """Return True for a function that takes the lists that TRL gives to rewards."""
     if not inspect.isfunction(function):
         return False
-    return not {"completions", "environments"}.isdisjoint(inspect.signature(function).parameters)
+    return not {"completions", "completion_ids", "environments"}.isdisjoint(inspect.signature(function).parameters)
 
 
 def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -271,8 +271,8 @@ WARNINGS = (
         "ungraded",
         above,
         0.05,
-        "{now:.0%} of completions could not be graded (timeout or crash) and were left out: raise grading.deadline or "
-        "grading.memory_mb",
+        "{now:.0%} of completions could not be graded (timeout, crash or None) and were left out: "
+        "raise grading.deadline or grading.memory_mb, or return a number",
     ),
     Rule(
         "no_answer",
@@ -434,7 +434,8 @@ def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
         "rewards": ", ".join(rewards),
         "credit": f"{method}; answers in style {cfg.credit.answer.style}; ESS: share of the reasoning that its weights "
         "use, 1 if all tokens weigh alike",
-        "update": f"{updates} an iteration, {loss.surrogate} loss by {loss.aggregation}{kl}, lr {optim.lr:g}",
+        "update": f"{updates} an iteration, {loss.surrogate} loss by {loss.aggregation}{kl}, lr {optim.lr:g} "
+        f"({optim.schedule}, {optim.warmup} updates of warm-up)",
         "run folder": facts["run folder"],
         "settings": f"all in {facts['run folder']}/config.yaml",
     }
