@@ -342,10 +342,10 @@ def test_a_function_of_trls_signature_grades_in_this_process():
     def tracked(completions, trainer_state):
         return [0.0 for _ in completions]
 
-    def brief(completion_ids, **kwargs):
+    def few_tokens(completion_ids, **kwargs):
         return [float(len(ids) < 2) for ids in completion_ids]
 
-    with local_rewards([loud, brief]) as pairs, Grader(pairs) as grader:
+    with local_rewards([loud, few_tokens]) as pairs, Grader(pairs) as grader:
         rows = [replace(sample("A"), completion_ids=(1,)), replace(sample("b"), completion_ids=(1, 2))]
         np.testing.assert_array_equal(grader.grade(rows).rewards, [2, 0])
     with pytest.raises(ValueError, match="'tracked': trainer_state is not available here"), local_rewards([tracked]):
