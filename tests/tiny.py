@@ -110,7 +110,7 @@ def _shared(steps: Steps, cfg: Config) -> Steps:
     plain = plain.model_copy(update={"update": update, "iterations": cfg.iterations})
     if cfg == plain:
         return steps
-    names = ["rollout_params", "sample", "decoding", "decode_programs", "equal_groups", "apply"]
+    names = ["rollout_params", "sample", "decoding", "equal_groups", "apply"]
     method = built_in(cfg.credit.method) if cfg.credit.method in METHODS else None
     if method is not None and method.loss is None and method.reweigh is None:
         names += ["denominator", "zeros", "accumulate"]
