@@ -19,7 +19,7 @@ from jax.core import eval_jaxpr
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.policy import Policy, positions_of, prompt_cache
+from oarjax.models.policy import Policy, filled, positions_of, prompt_cache
 from oarjax.types import KVCache, Params
 
 
@@ -72,8 +72,7 @@ def stored_pass(
     if slots:
         first = slice(0, slots)
         hidden, stored = policy.trunk(params, embeddings[:, first], positions[:, first], valid[:, first], cache=stored)
-    if stored is None:
-        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    stored = filled(stored)
     completions = embeddings[:, start:], positions[:, start:], valid[:, start:-1]
     if policy.first_slots is not None:
         return StoredPass(*completions, hidden[:, start:], stored)
@@ -84,10 +83,8 @@ def stored_pass(
     for begin, end in pairwise((0, *edges, completion_length)):
         rows, empty = (x[:, begin:end] for x in completions), policy.init_cache(tokens.shape[0], end - begin)
         part, after = policy.trunk(params, *rows, prefix=prefix, cache=empty)
-        if after is None:
-            raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
         states.append(part)
-        pieces.append(after)
+        pieces.append(after := filled(after))
         prefix = after if prefix is None else policy.extend(prefix, after)
     return StoredPass(*completions, jnp.concatenate(states, axis=1), stored, tuple(edges), tuple(pieces[:-1]))
 

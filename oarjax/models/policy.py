@@ -23,7 +23,7 @@ from oarjax.types import KVCache, Params, Routing
 
 
 class Embed(Protocol):
-    def __call__(self, params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+    def __call__(self, params: Params, tokens: Int[Array, "B N"], /) -> Float[Array, "B N D"]:
         """Return input embeddings, float32 (the leaves that OAR-G differentiates)."""
         ...
 
@@ -35,6 +35,7 @@ class Trunk(Protocol):
         embeddings: Float[Array, "B N D"],
         positions: Int[Array, "B N"],
         valid: Bool[Array, "B N"],
+        /,
         *,
         cache: KVCache | None = None,
         prefix: KVCache | None = None,
@@ -72,7 +73,7 @@ class Routed(Protocol):
 
 
 class Unembed(Protocol):
-    def __call__(self, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    def __call__(self, params: Params, hidden: Float[Array, "*rows D"], /) -> Float[Array, "*rows V"]:
         """Return logits, float32, of final hidden states."""
         ...
 
@@ -238,12 +239,27 @@ def prompt_cache(
     valid: Bool[Array, "B N"],
     slots: int,
 ) -> KVCache | None:
-    """Fill a cache with the first ``slots`` columns, once for ``policy.prompt_rows`` rows each; None for 0 slots."""
+    """Fill a cache with the first ``slots`` columns, once for ``policy.prompt_rows`` rows each; None for 0 slots.
+
+    Raises:
+        ValueError: the trunk returns no cache.
+    """
     if slots == 0:
         return None
     first, places, real = (x[:: policy.prompt_rows, :slots] for x in (tokens, positions, valid))
     empty = policy.init_cache(first.shape[0], slots)
-    return policy.trunk(params, policy.embed(params, first), places, real, cache=empty)[1]
+    return filled(policy.trunk(params, policy.embed(params, first), places, real, cache=empty)[1])
+
+
+def filled(cache: KVCache | None) -> KVCache:
+    """Return the cache that a call with ``cache=`` returned.
+
+    Raises:
+        ValueError: it returned none; what reads the prompt from it would see no prompt.
+    """
+    if cache is None:
+        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    return cache
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

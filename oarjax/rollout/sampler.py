@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
-from oarjax.models.policy import Policy, positions_of
+from oarjax.models.policy import Policy, filled, positions_of
 from oarjax.rl.checked import checked
 from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
 from oarjax.types import Params, PromptBatch, Rollout
@@ -173,9 +173,7 @@ def _filled(
         experts = routing.chosen
     else:
         hidden, after = policy.trunk(*rows, cache=cache, prefix=prefix)
-    if after is None:
-        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
-    return hidden, after, experts
+    return hidden, filled(after), experts
 
 
 def empty_cache(policy: Policy, rows: int, slots: int) -> Any:

@@ -199,3 +199,18 @@ def test_errors_say_what_was_expected():
         importance(*args, draws=0)
     with pytest.raises(ValueError, match="sigma must be a number > 0, got 0"):
         importance(*args, sigma=0.0)
+
+
+def test_a_policy_that_keeps_no_cache_is_refused():
+    """Its completions would be scored without their prompts."""
+
+    def forgetful(*inputs, cache=None, **others):
+        hidden, after = POLICY.trunk(*inputs, cache=cache, **others)
+        return hidden, after if cache is None else None
+
+    tokens, valid, span = batch(ROWS[:2])
+    with pytest.raises(ValueError, match="expected the filled cache"):
+        gradient_importance(
+            POLICY._replace(trunk=forgetful), PARAMS, tokens, valid, span, KEYS[:2], estimator="linearised",
+            sigma=1e-2, draws=1, probe=outcome_probe("answer_mean", temperature=1.0),
+        )  # fmt: skip
