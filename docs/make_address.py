@@ -16,13 +16,14 @@ ADDRESS = ""
 
 ROOT = Path(__file__).resolve().parent.parent
 COLAB = "https://colab.research.google.com/github"
+NEEDS = "Python 3.11 or newer, on Linux (on Windows in WSL)"
 VENV = "python3 -m venv .venv && . .venv/bin/activate\n"
 
 PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "README.md": (
         (
-            f"Python 3.11 or newer. In a clone, or an unpacked archive, of this repository:\n\n```bash\n{VENV}",
-            f"Python 3.11 or newer:\n\n```bash\ngit clone {{address}} oarjax && cd oarjax\n{VENV}",
+            f"{NEEDS}. In a clone, or an unpacked archive, of this repository:\n\n```bash\n{VENV}",
+            f"{NEEDS}:\n\n```bash\ngit clone {{address}} oarjax && cd oarjax\n{VENV}",
         ),
         (
             "The badges open Colab's list of GitHub notebooks; give it this repository's address. In your own",
