@@ -251,7 +251,7 @@ def prompt_cache(
     return filled(policy.trunk(params, policy.embed(params, first), places, real, cache=empty)[1])
 
 
-def filled(cache: KVCache | None) -> KVCache:
+def filled(cache: Any) -> Any:
     """Return the cache that a call with ``cache=`` returned.
 
     Raises:
