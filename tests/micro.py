@@ -21,7 +21,8 @@ from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
 
 ITERATIONS = 6
-CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
+CLOCKS = ("seconds", "time", "tokens_per_second", "mfu", "decode_")
+"""Beginnings of names of what may differ: times, and work of drawing; a resumed run draws no recorded turn again."""
 
 
 def micro_config(folder: Path) -> Path:
