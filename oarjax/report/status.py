@@ -17,7 +17,7 @@ from rich.table import Table
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
 from oarjax.storage.durable import DamagedError, cannot_read, refuse_special
-from oarjax.storage.folder import LOCK
+from oarjax.storage.folder import LOCK, lock_holder
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10
@@ -146,14 +146,14 @@ def _state(folder: Path, iteration: int, iterations: int) -> str:
 
 def _has_ended(lock: Path) -> bool:
     """Return True if the process that last held a run's lock was on this host and has ended."""
+    holder = lock_holder(lock)
+    if holder is None or holder[1] != socket.gethostname():
+        return False
     try:
-        holder = json.loads(lock.read_text(encoding="utf-8"))
-        if holder["host"] != socket.gethostname():
-            return False
-        os.kill(int(holder["pid"]), 0)
+        os.kill(holder[0], 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+    except (OSError, OverflowError):  # of another user, or no process's number
         return False
     return False
 

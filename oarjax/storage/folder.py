@@ -402,8 +402,10 @@ def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = os.fstat(file.fileno())
         except BlockingIOError:
+            holder = lock_holder(path)
+            process = "process {} on {}".format(*holder) if holder else "another process"
             raise ConfigError(
-                f"{option.removesuffix('=...')}: {folder} is in use by {_holder(path)}; wait until it has ended, stop "
+                f"{option.removesuffix('=...')}: {folder} is in use by {process}; wait until it has ended, stop "
                 f"it, or set another {option}"
             ) from None
         except OSError as error:  # a file system without locks
@@ -438,9 +440,10 @@ IMPOSSIBLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROF
 """Reasons why a folder cannot be created, for which the user should choose another."""
 
 
-def _holder(path: Path) -> str:
+def lock_holder(path: Path) -> tuple[int, str] | None:
+    """Return number and host of the process that last held a lock; None if it has not written them."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-        return "another process"
+        return int(holder["pid"]), str(holder["host"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None
