@@ -25,11 +25,17 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """Accept as many connections at once as a client opens: with the default of 5, further ones may be reset."""
+
+    request_queue_size = 128
+    daemon_threads = True
+
+
 @contextmanager
 def serving(handler: type[Answering], **state: Any) -> Iterator[Any]:
     """Serve until the block ends. Handlers find the state on their server, a lock, and ``over``, set at the end."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server: Any = Server(("127.0.0.1", 0), handler)
     vars(server).update(state, lock=threading.Lock(), over=threading.Event())
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
