@@ -80,13 +80,13 @@ LONG_MODEL = MODELS["nano"]
 WORKLOADS = ("W1", "W2", "W3", "W4")
 STEPS, GRADING = "W6", "W7"
 """Minutes each: run only on request, W6 on policies of its own."""
-RAGGED: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], Table]]] = {
-    "W8": (bench_ragged.bench_ragged, bench_ragged.table),
-    "W9": (bench_ragged_update.bench_ragged_update, bench_sides.table),
-    "W10": (bench_ragged_step.bench_ragged_step, bench_sides.table),
-    "W11": (bench_ragged_step.bench_ragged_step, bench_sides.table),
+RAGGED: dict[str, Callable[..., dict[str, Any]]] = {
+    "W8": bench_ragged.bench_ragged,
+    "W9": bench_ragged_update.bench_ragged_update,
+    "W10": bench_ragged_step.bench_ragged_step,
+    "W11": bench_ragged_step.bench_ragged_step,
 }
-"""Completions that differ in length: the function that measures them, and their table."""
+"""Completions that differ in length, and the function that measures them."""
 
 
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
@@ -226,9 +226,9 @@ def bench_of_ragged(
         chosen = [name for name in RAGGED if name in workloads]
         folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if chosen else Path(scratch)
         for name in chosen:
-            (bench, tabulate), before = RAGGED[name], compiled.seconds
+            before = compiled.seconds
             with console.status(name):
-                result = bench(
+                result = RAGGED[name](
                     folder,
                     LONG_MODEL["vocab_size"],
                     bench_ragged.PROMPTS if name == "W11" else bench_ragged.RAGGED,
@@ -239,7 +239,7 @@ def bench_of_ragged(
                 )
             result = settled(result, peak, machine_peak()) | {"compile_seconds": compiled.seconds - before}
             if show:
-                console.print(tabulate(result))
+                console.print(bench_sides.table(result))
             yield result
 
 

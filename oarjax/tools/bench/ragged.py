@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
-from rich.table import Table
 
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
@@ -27,7 +26,8 @@ from oarjax.models.qwen import make_policy
 from oarjax.models.weights import decoder_of
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
-from oarjax.tools.bench.measure import Compilations, Peak, spread
+from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, warm
+from oarjax.tools.bench.sides import TimedDraw, compare, share_in_use
 from oarjax.tools.bench.work import PAD
 from oarjax.types import PromptBatch
 
@@ -86,6 +86,11 @@ def ragged_config(shapes: Ragged, **sections: dict[str, Any]) -> Config:
     return parse_config({"run_dir": "unused"} | tree | changed)
 
 
+def shape_text(shapes: Ragged) -> str:
+    """Describe the rows of a draw."""
+    return f"{shapes.rows} x ({shapes.prompt_tokens}+{shapes.max_new})"
+
+
 def bench_ragged(
     folder: Path,
     vocab: int,
@@ -96,91 +101,37 @@ def bench_ragged(
     peak: Peak,
     against: TorchSettings | None,
 ) -> dict[str, Any]:
-    """Measure useful tokens per second of ``repeats`` rollouts, and torch's in turn, if requested."""
+    """Measure ``repeats`` rollouts, and torch's in turn, if requested."""
     model, source = read_config(folder)
     s, policy = shapes, make_policy(model, compute_dtype=jnp.float32)
-    params = load_params(source, model)
+    params, sizes = load_params(source, model), decoder_of(model)
     ids = draw_prompts(vocab, s, count=s.rows)
     prompts = PromptBatch(jnp.asarray(ids), jnp.ones(ids.shape, bool), jnp.arange(s.rows, dtype=jnp.int32))
     decoding = Decoding(s.max_new, 1.0, 0, 1.0, tuple(range(s.stops)), PAD)
     sampler = SegmentedSampler(policy, decoding, keys_of=partial(group_keys, group_size=1), group=1)
-
-    def ours(seed: int) -> tuple[float, Int[np.ndarray, "B"]]:
-        began = time.perf_counter()
-        rollout = jax.block_until_ready(sampler(params, prompts, jax.random.key(seed)))
-        return time.perf_counter() - began, np.asarray(rollout.completion).sum(1)
-
     theirs = None
     if against is not None:
         from oarjax.tools.bench.ragged_against import RaggedTorch
 
         other_side = RaggedTorch(folder, ragged_config(s), **against._asdict())
         theirs = other_side.waited(partial(other_side.complete, ids))
-    before = compiled.count
-    for seed in range(repeats):  # the draws that are timed below, so that all their programs are compiled
-        ours(seed)
-    programs = compiled.count - before
-    if theirs is not None:
-        theirs(np.full(s.rows, min(s.max_new, 8)))
-    sampler.spent()
-    before, seconds, other, tokens, spent = compiled.count, [], [], [], []
-    for seed in range(repeats):
-        elapsed, lengths = ours(seed)
-        seconds.append(elapsed)
-        tokens.append(int(lengths.sum()))
-        spent.append(sampler.spent().metrics())
+        theirs(np.full(s.rows, min(s.max_new, 8)))  # warm
+
+    def ours(number: int) -> TimedDraw:
+        sampler.spent()
+        began = time.perf_counter()
+        rollout = jax.block_until_ready(sampler(params, prompts, jax.random.key(number)))
+        seconds, spent = time.perf_counter() - began, sampler.spent().metrics()
+        lengths = np.asarray(rollout.completion).sum(1)
+        mean = float(lengths.mean())
+        flops = sampling_flops(sizes, prompts=s.rows, rows=s.rows, prompt=s.prompt_tokens, completion=mean)
+        return TimedDraw(seconds, lengths, flops, spent["decode_occupancy"], spent["decode_padding"])
+
+    def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
+        sides = {"oarjax": (first := warm(partial(ours, number), compiled))}
         if theirs is not None:
-            began = time.perf_counter()
-            theirs(lengths)
-            other.append(time.perf_counter() - began)
-    warm, sizes = compiled.count - before, decoder_of(model)
-    flops = [
-        sampling_flops(sizes, prompts=s.rows, rows=s.rows, prompt=s.prompt_tokens, completion=count / s.rows)
-        for count in tokens
-    ]
-    document = {
-        "workload": "W8",
-        "name": "ragged rollout",
-        "what": f"{s.rows} x ({s.prompt_tokens}+{s.max_new}), {sum(tokens) / repeats / s.rows:.0f} on average",
-        "useful_tokens": spread([float(count) for count in tokens]),
-        "compilations": programs,
-        "compilations_warm": warm,
-        "ours": {
-            "tokens_per_second": spread([count / t for count, t in zip(tokens, seconds)]),
-            "share_of_peak": spread([peak.share(work, t) for work, t in zip(flops, seconds)]),
-            "occupancy": spread([each["decode_occupancy"] for each in spent]),
-            "padding": spread([each["decode_padding"] for each in spent]),
-            "decode_steps": spread([each["decode_steps"] for each in spent]),
-        },
-        "speedup": None,
-    }
-    if theirs is not None:
-        document["torch"] = {
-            "tokens_per_second": spread([count / t for count, t in zip(tokens, other)]),
-            "share_of_peak": spread([peak.share(work, t) for work, t in zip(flops, other)]),
-        }
-        document["speedup"] = spread([b / a for a, b in zip(seconds, other)])
-    return document
+            seconds = seconds_of(partial(theirs, first.lengths))
+            sides["generate"] = first._replace(seconds=seconds, occupancy=share_in_use(first.lengths), padding=None)
+        return {"rollout": sides}
 
-
-def table(result: dict[str, Any]) -> Table:
-    """Tabulate medians with minimum and maximum."""
-    out = Table(title=f"W8 {result['name']}, {result['what']}", title_justify="left")
-    for heading in ("", "useful tokens/s", "of matmul peak", "occupancy", "padding", "steps", "programs"):
-        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-
-    if "compile_seconds" in result:
-        out.caption = f"{result['compilations']} programs, compiled in {result['compile_seconds']:.0f} s beside"
-
-    def cell(v: dict[str, Any] | None, digits: str) -> str:
-        return "-" if v is None else f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
-
-    ours = result["ours"]
-    shares = [cell(ours[name], digits) for name, digits in (("occupancy", ".2f"), ("padding", ".2f"))]
-    speed = [cell(ours["tokens_per_second"], ",.0f"), cell(ours["share_of_peak"], ".1%")]
-    out.add_row("oarjax", *speed, *shares, cell(ours["decode_steps"], ",.0f"), str(result["compilations"]))
-    if "torch" in result:
-        theirs = result["torch"]
-        out.add_row("generate", cell(theirs["tokens_per_second"], ",.0f"), cell(theirs["share_of_peak"], ".1%"))
-        out.add_row("ratio", cell(result["speedup"], ".2f") + "x")
-    return out
+    return compare(draw, "W8", "ragged rollout", shape_text(s), repeats=repeats, compiled=compiled, peak=peak)

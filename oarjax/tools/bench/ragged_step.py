@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,10 @@ from oarjax.step.iteration import Iteration, iterate
 from oarjax.step.minibatches import Bucket, bucket
 from oarjax.step.steps import Steps
 from oarjax.system.mesh import make_mesh
-from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
-from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, draw_prompts, ragged_config
+from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, warm
+from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, draw_prompts, ragged_config, shape_text
 from oarjax.tools.bench.ragged_update import TORCH
-from oarjax.tools.bench.sides import compare
+from oarjax.tools.bench.sides import TimedDraw, compare, share_in_use
 from oarjax.tools.bench.work import PAD, half_right, host_of
 from oarjax.types import AnswerSpan, PromptBatch, Rollout
 
@@ -79,15 +79,6 @@ def as_before(steps: Steps, cfg: Config) -> Steps:
     return steps._replace(sample=sample, decoding=Spent, fused_zeros=None, fused_add=None, **changed)
 
 
-class Measurement(NamedTuple):
-    """Seconds and shape of one iteration."""
-
-    seconds: float
-    lengths: Int[np.ndarray, "B"]
-    occupancy: float  # of the rows that are decoded
-    padding: float  # of the update
-
-
 class RaggedIterations:
     """Run iterations that all begin with the same weights; the draw is the iteration's number."""
 
@@ -107,19 +98,15 @@ class RaggedIterations:
         self.start = self.run.new_state(load_params(source, self.model))
         self.copy = jax.jit(partial(jax.tree.map, jnp.copy))
 
-    def __call__(self, side: str, number: int) -> Measurement:
+    def __call__(self, side: str, number: int) -> TimedDraw:
         state = jax.block_until_ready(self.copy(self.start))
         began = time.perf_counter()
         state, done = iterate(state, None, number, steps=self.sides[side], host=self.host, cfg=self.cfg)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - began
         lengths = np.asarray(done.rollout.completion).sum(1).astype(np.int32)
-        return Measurement(seconds, lengths, self.occupancy(done, lengths), self.padding(side, done, lengths))
-
-    def occupancy(self, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
-        """Return the share of decoded rows that were unfinished; without segments all run as long as the longest."""
-        every_row = (lengths - 1).sum() / (len(lengths) * max(int(lengths.max()) - 1, 1))
-        return done.metrics.get("decode_occupancy", float(every_row))
+        occupancy = done.metrics.get("decode_occupancy", share_in_use(lengths))  # without segments there is none
+        return TimedDraw(seconds, lengths, self.flops(lengths), occupancy, self.padding(side, done, lengths))
 
     def padding(self, side: str, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
         """Return the share of the update's positions without a token."""
@@ -128,6 +115,14 @@ class RaggedIterations:
         s = self.shapes
         wide = s.prompt_tokens + bucket(int(lengths.max()), s.bucket, s.max_new)
         return 1 - float((s.prompt_tokens + lengths).sum()) / (s.rows * wide)
+
+    def flops(self, lengths: Int[np.ndarray, "B"]) -> float:
+        """Count the model FLOPs of an iteration with completions of these lengths."""
+        s, mean = self.shapes, float(lengths.mean())
+        reasoning = float((lengths - s.answer).clip(min=0).mean())
+        row = RowTokens(s.prompt_tokens, mean, reasoning, self.run.steps.prompt_rows)
+        work = Work(row, prompts=len(self.ids), rows=s.rows, used=s.rows)
+        return sum(iteration_flops(decoder_of(self.model), work, resolve_method(self.cfg.credit)).values())
 
 
 class TorchIterations:
@@ -140,20 +135,20 @@ class TorchIterations:
         advantages = (right - right.mean(1, keepdims=True)) / (right.std(1, ddof=1, keepdims=True) + 1e-4)
         self.advantages = torch_side.placed(advantages.reshape(-1, 1))
 
-    def __call__(self, lengths: Int[np.ndarray, "B"]) -> dict[str, Measurement]:
-        t, s, parts = self.torch, self.shapes, {}
+    def __call__(self, ours: TimedDraw) -> dict[str, TimedDraw]:
+        t, s, lengths = self.torch, self.shapes, ours.lengths
         ids: list[Any] = []
         weights: list[Any] = [self.advantages.new_ones(len(lengths), int(lengths.max()))]
         both = seconds_of(t.waited(lambda: ids.append(t.complete(self.ids, lengths))))
         if self.method != "uniform":
             both += seconds_of(t.waited(lambda: weights.append(t.weights(ids[0], lengths, answer=s.answer))))
-        occupancy = float((lengths - 1).sum() / (len(lengths) * max(int(lengths.max()) - 1, 1)))
+        sides = {}
         for side, sorts in TORCH.items():
             update = partial(t.update, ids[0], lengths, weights[-1] * self.advantages, by_length=sorts)
             seconds = both + seconds_of(t.waited(update))
             padding = t.padding(lengths, s.prompt_tokens, by_length=sorts)
-            parts[side] = Measurement(seconds, lengths, occupancy, padding)
-        return parts
+            sides[side] = ours._replace(seconds=seconds, occupancy=share_in_use(lengths), padding=padding)
+        return sides
 
 
 def bench_ragged_step(
@@ -167,46 +162,25 @@ def bench_ragged_step(
     against: TorchSettings | None,
 ) -> dict[str, Any]:
     """Measure every side in turn on ``repeats`` draws, for each credit method."""
-    before, rows, lengths = compiled.count, [], []
-    for name, method in CREDIT.items():
-        ours, theirs = RaggedIterations(folder, vocab, shapes, method), None
-        if against is not None:
-            from oarjax.tools.bench.ragged_against import RaggedTorch
+    works = {name: RaggedIterations(folder, vocab, shapes, method) for name, method in CREDIT.items()}
+    torch: dict[str, TorchIterations] = {}
+    if against is not None:
+        from oarjax.tools.bench.ragged_against import RaggedTorch
 
+        short = np.full(shapes.rows, min(shapes.max_new, shapes.answer + 8), np.int32)
+        for name, ours in works.items():
             torch_side = RaggedTorch(folder, ours.cfg, **against._asdict())
-            theirs = TorchIterations(torch_side, ours.ids, shapes, method)
-            theirs(np.full(shapes.rows, min(shapes.max_new, shapes.answer + 8), np.int32))  # warm
-        measurements: dict[str, list[Measurement]] = {}
-        for number in range(1, repeats + 1):
-            drawn = {side: warm(partial(ours, side, number), compiled) for side in ours.sides}
-            if theirs is not None:
-                drawn |= theirs(drawn[OURS].lengths)
-            for side, measurement in drawn.items():
-                measurements.setdefault(side, []).append(measurement)
-        lengths += [float(each.lengths.mean()) for each in measurements[OURS]]
-        rows += compare(
-            name,
-            {side: [each.seconds for each in drawn] for side, drawn in measurements.items()},
-            flops=[step_flops(ours, each.lengths) for each in measurements[OURS]],
-            peak=peak,
-            occupancy={side: [each.occupancy for each in drawn] for side, drawn in measurements.items()},
-            padding={side: [each.padding for each in drawn] for side, drawn in measurements.items()},
-        )
-    return {
-        "workload": "W10" if shapes.compared == BEFORE else "W11",
-        "name": "ragged iteration",
-        "what": f"{shapes.rows} x ({shapes.prompt_tokens}+{shapes.max_new}), {np.mean(lengths):.0f} on average",
-        "microbatch": ragged_config(shapes).update.microbatch,
-        "mean_length": spread(lengths),
-        "compilations": compiled.count - before,
-        "rows": rows,
-    }
+            torch[name] = TorchIterations(torch_side, ours.ids, shapes, CREDIT[name])
+            torch[name](TimedDraw(0.0, short, 0.0, 0.0, None))  # warm
 
+    def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
+        drawn = {}
+        for name, ours in works.items():
+            drawn[name] = {side: warm(partial(ours, side, number), compiled) for side in ours.sides}
+            if name in torch:
+                drawn[name] |= torch[name](drawn[name][OURS])
+        return drawn
 
-def step_flops(ours: RaggedIterations, lengths: Int[np.ndarray, "B"]) -> float:
-    """Count the model FLOPs of an iteration with completions of these lengths."""
-    s, mean = ours.shapes, float(lengths.mean())
-    reasoning = float((lengths - s.answer).clip(min=0).mean())
-    row = RowTokens(s.prompt_tokens, mean, reasoning, ours.run.steps.prompt_rows)
-    work = Work(row, prompts=len(ours.ids), rows=s.rows, used=s.rows)
-    return sum(iteration_flops(decoder_of(ours.model), work, resolve_method(ours.cfg.credit)).values())
+    workload = "W10" if shapes.compared == BEFORE else "W11"
+    name, shape = "ragged iteration", shape_text(shapes)
+    return compare(draw, workload, name, shape, repeats=repeats, compiled=compiled, peak=peak)

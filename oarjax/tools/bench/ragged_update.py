@@ -24,9 +24,9 @@ from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
 from oarjax.step.minibatches import MinibatchPlan, bucket, padding_share, sizes_of
 from oarjax.system.mesh import make_mesh
-from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
-from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config
-from oarjax.tools.bench.sides import compare
+from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, warm
+from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config, shape_text
+from oarjax.tools.bench.sides import TimedDraw, compare
 from oarjax.tools.bench.work import PAD
 from oarjax.types import AnswerSpan, Rollout, SampledRows, TrainBatch
 
@@ -161,41 +161,29 @@ def bench_ragged_update(
         from oarjax.tools.bench.ragged_against import RaggedTorch
 
         torch_side = RaggedTorch(folder, ours.run.cfg, **against._asdict())
-    sizes, before = decoder_of(ours.model), compiled.count
-    seconds: dict[str, dict[str, list[float]]] = {"update": {}, "log-probs": {}}
-    flops: dict[str, list[float]] = {"update": [], "log-probs": []}
-    padding: dict[str, list[float]] = {}
-    lengths = []
-    for seed in range(repeats):
-        draw = draw_rows(vocab, shapes, seed=seed)
-        works, shares = ours.works(draw)
+    sizes, microbatch = decoder_of(ours.model), ours.run.cfg.update.microbatch
+    held = shapes.rows / (-(-shapes.rows // microbatch) * microbatch)
+
+    def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
+        drawn = draw_rows(vocab, shapes, seed=number)
+        works, padding = ours.works(drawn)
         if torch_side is not None:
-            theirs, more = torch_works(draw, torch_side, shapes)
-            works, shares = {name: works[name] | theirs[name] for name in works}, shares | more
-        lengths.append(float(draw.lengths.mean()))
-        rows = [RowTokens(shapes.prompt_tokens, int(n)) for n in draw.lengths]
-        flops["update"].append(sum(update_flops(sizes, row) for row in rows))
-        flops["log-probs"].append(sum(scoring_flops(sizes, row) for row in rows))
-        for side, share in shares.items():
-            padding.setdefault(side, []).append(share)
-        for name, sides in works.items():
-            for work in sides.values() if seed == 0 else ():
+            theirs, more = torch_works(drawn, torch_side, shapes)
+            works, padding = {name: works[name] | theirs[name] for name in works}, padding | more
+        rows = [RowTokens(shapes.prompt_tokens, int(n)) for n in drawn.lengths]
+        flops = {
+            "update": sum(update_flops(sizes, row) for row in rows),
+            "log-probs": sum(scoring_flops(sizes, row) for row in rows),
+        }
+
+        def timed(name: str, side: str) -> TimedDraw:
+            work = works[name][side]
+            if number == 1:
                 work()  # warm
-            for side, work in sides.items():
-                seconds[name].setdefault(side, []).append(warm(partial(seconds_of, work), compiled))
-    microbatch = ours.run.cfg.update.microbatch
-    held = [shapes.rows / (-(-shapes.rows // microbatch) * microbatch)] * repeats
-    occupancy = dict.fromkeys(padding, held)
-    return {
-        "workload": "W9",
-        "name": "ragged update and log-probs",
-        "what": f"{shapes.rows} x ({shapes.prompt_tokens}+{shapes.max_new}), {np.mean(lengths):.0f} on average",
-        "microbatch": microbatch,
-        "mean_length": spread(lengths),
-        "compilations": compiled.count - before,
-        "rows": [
-            record
-            for name, timed in seconds.items()
-            for record in compare(name, timed, flops=flops[name], peak=peak, occupancy=occupancy, padding=padding)
-        ],
-    }
+            seconds = warm(partial(seconds_of, work), compiled)
+            return TimedDraw(seconds, drawn.lengths, flops[name], held, padding[side])
+
+        return {name: {side: timed(name, side) for side in sides} for name, sides in works.items()}
+
+    name, shape = "ragged update and log-probs", shape_text(shapes)
+    return compare(draw, "W9", name, shape, repeats=repeats, compiled=compiled, peak=peak)
