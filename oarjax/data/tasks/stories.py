@@ -93,8 +93,9 @@ def stories_rows(
 
 
 def held_out(template: StoryTemplate) -> bool:
-    """Tell templates that only eval shows, one in eight, by a hash."""
-    return hashlib.blake2b(repr(template).encode(), digest_size=8).digest()[0] % 8 == 7
+    """Tell templates that only eval shows, one in eight, by a hash of a text that no name in this package changes."""
+    text = f"Template(schema={template.schema!r}, sentences={template.sentences!r})"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % 8 == 7
 
 
 def story_tokens(question: str, tokens: Sequence[str]) -> tuple[list[bool], list[bool], list[bool]]:

@@ -1,5 +1,6 @@
 """builtin:stories: its grammar, the truth about its solutions, its tokenizer and its policy."""
 
+import hashlib
 import random
 import re
 from collections import Counter, defaultdict
@@ -102,6 +103,12 @@ def test_templates_of_the_evaluation_are_never_shown_in_training():
     assert len({template_of(q) for q in questions["eval"]}) > 30
     assert rows("train", 5) == shown["train"][:5]
     assert rows("train", 5, seed=1) != shown["train"][:5]
+
+
+@pytest.mark.parametrize(("split", "digest"), [("train", "20f33ef424f0936e"), ("eval", "82ed40500fc885c2")])
+def test_the_problems_are_those_of_the_published_race(split, digest):
+    questions = "\n".join(row["question"] for row in rows(split, 50))
+    assert hashlib.blake2b(questions.encode(), digest_size=8).hexdigest() == digest
 
 
 def test_no_answer_is_frequent_enough_to_guess():
