@@ -100,21 +100,21 @@ def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout
             process.wait()
 
 
-def train(config: Path, folder: Path, *overrides: str, processes: int) -> tuple[list[int], list[str]]:
-    """Run ``oarjax train`` on eight devices: the exit code of each process, and what it printed."""
+def train(config: Path, folder: Path, *overrides: str, processes: int, devices: int = 8) -> tuple[list[int], list[str]]:
+    """Run ``oarjax train`` on so many devices: the exit code of each process, and what it printed."""
     command = ["train", str(config), f"run_dir={folder}", *overrides]
     told = [f"distributed.coordinator=127.0.0.1:{free_port()}", f"distributed.processes={processes}"]
     logs = folder.with_name(folder.name + "-logs")
     logs.mkdir(exist_ok=True)
     numbers = range(processes)
     commands = [[*command, *([*told, f"distributed.process={n}"] if processes > 1 else [])] for n in numbers]
-    codes = run_together(commands, devices=8 // processes, logs=logs)
+    codes = run_together(commands, devices=devices // processes, logs=logs)
     return codes, [(logs / f"{n}.log").read_text() for n in numbers]
 
 
-def trained(config: Path, folder: Path, *overrides: str, processes: int) -> list[str]:
+def trained(config: Path, folder: Path, *overrides: str, processes: int, devices: int = 8) -> list[str]:
     """What each process of a run printed that came to its end."""
-    codes, said = train(config, folder, *overrides, processes=processes)
+    codes, said = train(config, folder, *overrides, processes=processes, devices=devices)
     assert codes == [0] * processes, "\n\n".join(text[-3000:] for text in said)
     return said
 
@@ -186,6 +186,35 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
     said, _ = trained(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=2)
     assert "resuming after iteration 1" in said
     same_runs(one, moved)
+
+
+@pytest.fixture(scope="module")
+def games(config) -> Path:
+    """Write a config of episodes beside the other: games that halve at random, credit by turns and inside of them."""
+    tree = yaml.safe_load(config.read_text())
+    tree["policy"]["path"] = "builtin:turns"
+    tree["data"] |= {name: {"source": "builtin:guess", "split": name, "limit": 8} for name in ("train", "eval")}
+    tree["sft"] |= {"data": {"source": "builtin:guess", "split": "sft"}, "steps": 60, "optim": {"lr": 1e-3}}
+    tree["optim"] |= {"function": "optax.sgd", "lr": 0.1}  # Adam would divide rounding by gradients near 0
+    tree["rollout"] |= {"max_new": 32, "completion_bucket": 32, "environment": {"name": "builtin:guess", "turns": 5}}
+    tree["grading"]["rewards"] = [{"name": "environment"}, {"name": "even_length"}]
+    tree["credit"] |= {"method": "turn_oar"}
+    tree["eval"] |= {"samples": 2}
+    config.with_name("games.yaml").write_text(yaml.safe_dump(tree))
+    return config.with_name("games.yaml")
+
+
+def test_one_device_eight_and_two_processes_play_the_same_episodes(games, tmp_path):
+    one, eight, two = (tmp_path / name for name in ("one", "eight", "two"))
+    trained(games, one, "mesh={data: 1, fsdp: 1, tensor: 1}", processes=1, devices=1)
+    trained(games, eight, processes=1)
+    trained(games, two, processes=2)
+    for other in (eight, two):
+        same_runs(one, other)
+        for x, y in zip(read_metrics(one / "metrics.jsonl"), read_metrics(other / "metrics.jsonl")):
+            names = ("turns", "observed_tokens", "truncated", "pass_at_1", "pass@2", "eval/length", "decode_steps")
+            assert {n: x[n] for n in names if n in x} == {n: y[n] for n in names if n in y}
+    assert all(line["turns"] > 2 for line in read_metrics(one / "metrics.jsonl") if line["iteration"])
 
 
 MEMORY = """
