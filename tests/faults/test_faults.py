@@ -25,6 +25,7 @@ import starts
 from conftest import virtual_devices
 from safetensors.numpy import load_file
 
+from oarjax.report.files import read_metrics
 from oarjax.storage.manifest import damage
 
 pytestmark = pytest.mark.slow
@@ -141,6 +142,20 @@ def where(run: Path) -> str:
     """How far a killed attempt had come, by the last that it printed."""
     lines = micro.output(run).strip().splitlines() or ["before anything was printed"]
     return f"at {lines[-1][:40]!r}"
+
+
+def test_an_environment_that_hangs_costs_its_episodes_and_the_run_goes_on(config, tmp_path):
+    run, classes = tmp_path / "run", Path(__file__).parent.parent / "golden" / "environments" / "classes.py"
+    plays = f"rollout.environment={{name: '{classes}:Hangs', turns: 4, deadline: 2}}"
+    changes = ("iterations=2", "credit.method=uniform", "update.refills=0", "eval.every=2")
+    code, text = micro.finish(micro.episodes_config(config), run, plays, *changes)
+    assert code == 0, text
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["iteration"]]
+    assert len(lines) == 2
+    assert 0 < sum(line["episodes_failed"] for line in lines) < 2
+    for line in lines:
+        assert line["episodes_failed"] == pytest.approx(line["ungraded"])
+    assert (run / "export" / "model.safetensors").exists()
 
 
 # Damaged checkpoints ----------------------------------------------------------------------------------------------

@@ -178,6 +178,18 @@ class Hostile:
         return 1.0
 
 
+class Hangs:
+    """Ends an episode at once, or never where the hidden number is a multiple of 3."""
+
+    def reset(self, hidden: int) -> None:
+        self._hangs = hidden % 3 == 0
+
+    def step(self, text: str) -> tuple[None, float]:
+        if self._hangs:
+            time.sleep(600)
+        return None, 1.0
+
+
 class Bill:
     """Returns what is no reward at the end."""
 
