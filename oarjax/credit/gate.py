@@ -153,7 +153,7 @@ def reshape(
 
     Args:
         advantages: A of each row, as ``group_advantages`` gives them.
-        weights: of each token, >= 0.
+        weights: of each token; a negative one turns the sign of its token's advantage. The trainer refuses those.
         completion: generated tokens, ``Rollout.completion``.
     """
     return jnp.where(completion, jax.lax.stop_gradient(weights) * advantages[:, None], 0)

@@ -78,8 +78,13 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
         (bounds,) = (part for part in parts if isinstance(part, Range))
         _check_number(name, value, int if parts[0] is int else float, bounds, function)
     elif origin is Literal:
+        *others, last = map(str, parts)
+        if is_traced(value):
+            raise ArgumentError(
+                f"{function}: {name} must be {', '.join(others)} or {last}, got a traced value; name it in "
+                "static_argnames of jax.jit, or bind it with functools.partial"
+            )
         if value not in parts:
-            *others, last = map(str, parts)
             raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, got {value!r}")
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
         _check_array(name, value, hint, sizes, function)

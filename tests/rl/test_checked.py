@@ -119,6 +119,12 @@ SWEEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("choice", ["rule", "levels", "mass", "signs"])
+def test_a_traced_choice_is_an_error_that_names_it(choice):
+    with pytest.raises(ArgumentError, match=rf"{choice} must be .* or .*, got a traced value; name it in static_argn"):
+        jax.jit(lambda value: weights(**{choice: value}))(1)
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_mapped_sweep_is_the_loop(name):
     with jax.enable_x64(True):
