@@ -56,6 +56,11 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     limited = islice(rows, config.limit) if config.limit else rows
     problems = []
     for index, (place, row) in enumerate(map(_without_pictures, limited)):
+        if not {config.prompt_field, config.answer_field} & row.keys():
+            raise DataError(
+                f"{place}: no fields {config.prompt_field!r} and {config.answer_field!r}, only "
+                f"{', '.join(map(repr, row))}; set {where}.prompt_field and {where}.answer_field to two of them"
+            )
         chat = _chat(row.get(config.prompt_field), config.prompt_field, place)
         last_turn = {config.prompt_field: chat[-1]["content"]} if chat else {}
         prompt = _field(row | last_turn, config.prompt_field, place, f"{where}.prompt_field")

@@ -36,6 +36,8 @@ TICK = 0.5  # seconds between two looks at the clock of an async call
 WORST: tuple[Verdict, ...] = ("crash", "timeout", "ungraded", "unparseable", "graded")
 """Verdicts from worst to best; a sample gets the worst of its rewards' verdicts."""
 
+NO_NUMBER = "the reward returned None or NaN, which leaves the completion ungraded; return 0 to add nothing"
+
 Graded = tuple[float, "Verdict", str]
 """Value, verdict and note of one reward for one sample; NaN unless the verdict is graded or unparseable."""
 
@@ -196,7 +198,7 @@ def graded(call: Callable[[], Any], function: Reward | None = None) -> Graded:
         return _failure(error, function)
     if math.isinf(value):
         return math.nan, "crash", f"{'the reward' if function is None else _named(function)} returned {value}"
-    return (math.nan, "ungraded", "the reward returned no number") if math.isnan(value) else (value, "graded", "")
+    return (math.nan, "ungraded", NO_NUMBER) if math.isnan(value) else (value, "graded", "")
 
 
 def _failure(error: BaseException, function: Reward | None = None) -> Graded:

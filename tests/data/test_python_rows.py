@@ -56,6 +56,10 @@ def test_what_are_no_rows_is_refused_at_once(rows, message):
         ([], "data.train.source: python:data holds no rows"),
         ([*ROWS, "3+3="], "python:data row 2: expected a mapping of columns to values, got a str; of a DataFrame"),
         ([{"problem": "1+1=", "answer": "2"}], "row 0: no field 'question', only 'problem', 'answer'; set data.train"),
+        (
+            [{"ask": "1+1=", "is": "2"}],
+            "row 0: no fields 'question' and 'answer', only 'ask', 'is'; set data.train.prom",
+        ),
         ([{"question": [1], "answer": "2"}], r"message 0 is 1; expected a role"),
         ([{"question": "?", "answer": "2", "image": object()}], "row 0: field 'image' holds a picture"),
     ],

@@ -105,7 +105,7 @@ def test_batch_group_and_async_rewards_beside_the_pool(plugin):
     np.testing.assert_allclose(grades.rewards, [2.1, 0, 1.6, 1.5, np.nan], rtol=1e-6)
     assert grades.verdicts == ["graded"] * 4 + ["ungraded"]
     assert grades.answers == ["7", "5", "7", "1", "2"]
-    assert "kinds_best: the reward returned no number" in grades.notes[4]
+    assert "kinds_best: the reward returned None or NaN, which leaves the completion ungraded" in grades.notes[4]
 
 
 @pytest.mark.slow
