@@ -103,6 +103,7 @@ class Unparseable(ValueError):
 
 _registry: dict[str, Reward] = {}
 _places: dict[str, str] = {}  # where each was defined
+_imported: dict[str, Reward] = {}  # of plugins, by name; registered once a config names one
 _loading: list[str] = []  # the plugins that are being imported
 _per: dict[str, Per] = {}  # of rewards that are not per sample
 
@@ -150,7 +151,7 @@ def _place(function: Any) -> str:
 def load_plugins(plugins: Sequence[str]) -> None:
     """Import the Python files (``path/to/mine.py``) and modules (``package.mine``) that register rewards.
 
-    Their functions of TRL's signature are registered under their own names.
+    Their functions of TRL's signature are registered under their own names; imported ones once a config names them.
 
     Raises:
         ValueError: a plugin cannot be found or fails during its import.
@@ -169,6 +170,8 @@ def load_plugins(plugins: Sequence[str]) -> None:
         for name, function in vars(module).items():
             if has_trl_signature(function) and function.__module__ == module.__name__:
                 reward(name, per="batch")(per_batch(function))
+            elif has_trl_signature(function):
+                _imported[name] = function
 
 
 def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | None = None) -> tuple[Reward, ...]:
@@ -178,6 +181,8 @@ def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | 
         ValueError: a name is unknown (the message lists the known ones), or a reward has no such setting.
     """
     _import_built_in()
+    for name in _imported.keys() & set(names) - _registry.keys():
+        reward(name, per="batch")(per_batch(_imported[name]))
     unknown = [name for name in names if name not in _registry]
     if unknown:
         near = difflib.get_close_matches(unknown[0], _registry, n=1)

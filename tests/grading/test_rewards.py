@@ -291,3 +291,13 @@ def test_agreement_with_all_labels(shared):
     assert not wrong
     assert unread == [MANGLED] * 8
     assert len(wrong) + len(unread) <= 0.01 * len(rows)  # counting the ungraded as disagreement
+
+
+def test_a_plugin_may_import_its_rewards_of_trls_signature(tmp_path):
+    (tmp_path / "others_of_trl.py").write_text(
+        "def taken(completions, **columns):\n    return [2.0] * len(completions)\n"
+    )
+    (tmp_path / "takes_others.py").write_text("from others_of_trl import taken\n")
+    rewards.load_plugins([str(tmp_path / "takes_others.py")])
+    (function,) = rewards.find_rewards(["taken"])
+    assert (function([Sample("1+1=", "2", "2")]), rewards.calls_of("taken")) == ([2.0], "batch")
