@@ -24,6 +24,7 @@ class RowTokens:
     completion: Number
     reasoning: Number = 0  # of the completion
     prompt_rows: int = 1  # rows of a group that compute their prompt once where they can (update.prompt_rows)
+    units: Number | None = None  # of the reasoning, such as turns, that a counterfactual changes whole; None: tokens
 
     @property
     def tokens(self) -> Number:

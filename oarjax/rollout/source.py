@@ -251,15 +251,21 @@ SHORT = 128
 """Tokens below which it does not pay to compute rows that go on in several widths."""
 
 
+def widths_of_rows(most: int) -> list[int]:
+    """List the positions beyond the prompts' of rows that go on: a quarter, half or all of ``most``, so that programs
+    are few.
+    """
+    return [size for size in (most // 4, most // 2) if size >= SHORT] + [most]
+
+
 def rows_so_far(batch: Batch, requests: Sequence[Request], numbers: Sequence[int]) -> PromptBatch:
     """Lay out the rows of a batch that go on as prompts, [B]; the others are one token, after which they are full.
 
-    Widths are a quarter, half or all of ``batch.max_new`` beyond the prompts', and no less than ``SHORT`` or all of it,
-    so that programs are few.
+    Their widths are the prompts' and one of ``widths_of_rows``.
     """
     width, T = np.shape(batch.prompts.tokens)[1], batch.max_new
     longest = max((len(request.tokens) - request.prompt_length for request in requests), default=0)
-    width += next(size for size in (T // 4, T // 2, T) if size >= longest and (size >= SHORT or size == T))
+    width += next(size for size in widths_of_rows(T) if size >= longest)
     tokens, valid = np.zeros((len(numbers), width), np.int32), np.zeros((len(numbers), width), bool)
     written = np.full(len(numbers), T - 1, np.int32)
     valid[:, -1] = True

@@ -51,8 +51,10 @@ def _begin(run: Run, background: Background, *, evaluates_first: bool) -> None:
     steps = run.steps
     wrapped = {name: awaited(jitted) for name in LEARNING if (jitted := getattr(steps, name)) is not None}
     vars(run)["steps"] = steps._replace(**wrapped)
-    for sampler in (steps.sample, steps.evaluate):
-        sampler.wrap_programs(awaited)
+    plays = run.cfg.rollout.environment is not None
+    for sampler in (steps.sample, steps.evaluate, *((steps.sample_on, steps.evaluate_on) if plays else ())):
+        if sampler is not None:
+            sampler.wrap_programs(awaited)
     shapes = ProgramShapes(run)
     for program in in_order(shapes, evaluates_first=evaluates_first):
         guard = partial(fitting, shapes, program.phase)

@@ -29,6 +29,8 @@ from oarjax.models.lora import all_params
 from oarjax.models.moe import index_dtype
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
+from oarjax.rollout.segments import RolloutProgram
+from oarjax.rollout.source import widths_of_rows
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.policy import stored_dtype_of
 from oarjax.run.run import Run
@@ -165,23 +167,22 @@ class ProgramShapes:
     def every_sampling_program(self, phase: Literal["sample", "evaluate"]) -> tuple[tuple[PhaseProgram, bool], ...]:
         """Describe all of them in the order of a rollout, each with whether it is among the largest."""
         params, prompts, key = self._sampling_arguments(phase)
-        reads: dict[bool, frozenset[Part]] = {True: frozenset({"rollout"}), False: frozenset()}
-        return tuple(
-            (
-                PhaseProgram(
-                    phase,
-                    each.jitted,
-                    each.args,
-                    each.static,
-                    reads[each.args[0] is params],
-                    each.name,
-                    each.held,
-                    each.steps,
-                ),
-                each.largest,
-            )
-            for each in self._sampler(phase).programs(params, prompts, key)
-        )
+        first = self._sampler(phase).programs(params, prompts, key)
+        listed = [_of_phase(phase, each, params) for each in first]
+        turns, most = self.cfg.rollout.environment, self.cfg.rollout.max_new
+        further = self.steps.sample_on if phase == "sample" else self.steps.evaluate_on
+        if turns is None or turns.turns == 1 or further is None:
+            return tuple(listed)
+        again, (count, width) = times_again(turns.turns, most), prompts.tokens.shape
+        group = self.cfg.rollout.group_size if phase == "sample" else self.cfg.eval.samples
+        key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh, see ``SamplerSource.go_on``
+        for beyond, times in again.items():
+            rows = replace(self._prompts(count * group, width + beyond), written=self._row_numbers(count * group))
+            for each in further.programs(params, rows, key):
+                program, largest = _of_phase(phase, each, params)
+                name, steps = f"next turn after {beyond}: {each.name}", times if each.name == "prefill" else 0.0
+                listed.append((program._replace(name=name, steps=steps), largest and beyond == most))
+        return tuple(listed)
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:
         return self.steps.sample if phase == "sample" else self.steps.evaluate
@@ -281,6 +282,9 @@ class ProgramShapes:
 
     def _key(self) -> Any:
         return _with(jax.eval_shape(lambda: jax.random.key(0)), self.layout.replicated)
+
+    def _row_numbers(self, count: int) -> Any:
+        return _with(jax.ShapeDtypeStruct((count,), jnp.int32), self.rollout_layout.rows)
 
     def _prompts(self, count: int, width: int) -> PromptBatch:
         shape = (count, width)
@@ -392,6 +396,24 @@ class ProgramShapes:
         program = self.score_program()
         scores = program.jitted.eval_shape(*program.args, **program.static)
         return _with(scores, NamedSharding(self.mesh, PartitionSpec(None, *batch_spec())))
+
+
+def times_again(turns: int, most: int) -> dict[int, float]:
+    """Count how often a row of as many turns, all equally long, is computed again, by positions after its prompt.
+
+    Widths that only rows of unequal turns have are there with 0.
+    """
+    widths = widths_of_rows(most)
+    needed = [next(size for size in widths if size >= most * turn / turns) for turn in range(1, turns)]
+    return {size: float(needed.count(size)) for size in widths}
+
+
+def _of_phase(phase: Phase, program: RolloutProgram, params: Any) -> tuple[PhaseProgram, bool]:
+    """Return a program of a rollout as one of a phase, and whether it is among the largest."""
+    takes: frozenset[Part] = frozenset({"rollout"} if program.args[0] is params else set())
+    return PhaseProgram(
+        phase, program.jitted, program.args, program.static, takes, program.name, program.held, program.steps
+    ), program.largest
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -25,7 +25,7 @@ from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, requested
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.learning import Credited, Minibatch, OnePass, Purpose, TwoPasses, Watched
 from oarjax.step.loss import GAP_COUNTS, Metrics, gap_metrics
-from oarjax.step.metrics import lag_of, rollout_metrics
+from oarjax.step.metrics import lag_of, rollout_metrics, span_metrics
 from oarjax.step.minibatches import (
     MinibatchPlan,
     informative_first,
@@ -132,7 +132,7 @@ def iterate(
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
     metrics |= measure_rollouts(draws, iteration if cfg.update.lag else None)
-    metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
+    metrics |= {"rows_used": float(len(plan.rows))} | span_metrics(rows.span)
     metrics |= soft_metrics(rewards, cfg.advantage.soft) | padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
         metrics=metrics,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from oarjax.credit.record import MEASURES
-from oarjax.types import Grades, Mean, Params, Rollout
+from oarjax.types import AnswerSpan, Grades, Mean, Params, Rollout
 
 NONFINITE = "nonfinite/"
 """What the metrics of NaN and infinite values begin with. 0 in a healthy run, in the order of cause and effect:
@@ -53,6 +53,15 @@ def rollout_metrics(rollout: Rollout, grades: Grades, *, equal: Bool[np.ndarray,
     return out
 
 
+def span_metrics(span: AnswerSpan) -> dict[str, float]:
+    """Measure the reasoning: its mean length, and its mean number of units that a counterfactual changes whole."""
+    reasoning, units = np.asarray(span.reasoning), span.units
+    out = {"reasoning_length": float(reasoning.sum(1).mean())}
+    if units is not None:
+        out["reasoning_units"] = float(np.mean([len(np.unique(u[r])) for u, r in zip(np.asarray(units), reasoning)]))
+    return out
+
+
 def episode_metrics(rollout: Rollout) -> dict[str, float]:
     """Measure the turns of episodes, what environments said in them, and the share in which one failed."""
     origin = rollout.origin
@@ -62,8 +71,20 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
     return {
         "turns": float(1 + np.where(extent, origin.turns, 0).max(1).mean()),
         "observed_tokens": float((extent & ~np.asarray(rollout.completion)).sum(1).mean()),
+        "prefilled_again": prefilled_again(rollout),
         "episodes_failed": float(np.mean(origin.failed)),
     }
+
+
+def prefilled_again(rollout: Rollout) -> float:
+    """Return the tokens of an episode that its turns after the first compute again, on average: all before them."""
+    origin, written = rollout.origin, np.asarray(rollout.completion)
+    if origin is None:
+        return 0.0
+    first = written & (np.asarray(origin.turns) > 0)  # the policy's tokens of later turns
+    first[:, 1:] &= ~written[:, :-1] | (np.diff(np.asarray(origin.turns)) > 0)  # the first of each
+    before = (np.asarray(rollout.valid).sum(1) - np.asarray(rollout.extent).sum(1))[:, None] + np.arange(first.shape[1])
+    return float((before * first).sum(1).mean())
 
 
 def lag_of(rollout: Rollout, iteration: int) -> float:

@@ -44,6 +44,7 @@ class Meter:
                 metrics["completion_tokens"] / rows,
                 metrics["reasoning_length"],
                 self.prompt_rows,
+                metrics.get("reasoning_units"),
             ),
             prompts=metrics["groups_drawn"],
             rows=rows,

@@ -8,19 +8,38 @@ import pytest
 import tiny
 from tiny_programs import built
 
+from oarjax.environments.pool import Step
 from oarjax.models.lora import all_params
 from oarjax.models.weights import init_params, parameter_count
+from oarjax.rollout import source
 from oarjax.run.compile_ahead import in_order
 from oarjax.run.shapes import ProgramShapes, bytes_per_device
+from oarjax.sources.episodes import EpisodeSource
 from oarjax.step.iteration import iterate
+
+
+class Asks:
+    """An environment that never ends an episode."""
+
+    def advance(self, episodes):
+        return [Step("7") for _ in episodes]
+
+    def finish(self, episodes):
+        return [Step(None) for _ in episodes]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2}]
+    "changes",
+    [
+        {"credit__method": "entropy", "rollout__environment": {"name": "builtin:guess", "turns": 3}},
+        {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2},
+    ],
 )
-def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
+def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog, monkeypatch):
     """Neither of the scores and updates of two lengths, nor of rollouts and evaluations of fewer and fewer rows."""
+    monkeypatch.setattr(source, "SHORT", 2)  # rows that go on have two widths
+    plays = "rollout__environment" in changes
     b = built(**changes, rollout__completion_bucket=5, data__eval={"source": "unused"}, eval__batch=4)
     listed = [*in_order(ProgramShapes(b), evaluates_first=False), ProgramShapes(b).reshard_program()]
     assert len({program.static["bucket"] for program in listed if "bucket" in program.static}) == 2
@@ -30,6 +49,10 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
     start = jax.device_put(start, b.layout.params)
     state = b.new_state(start)
     host = tiny.host()._replace(place=b.place)
+    if plays:
+        host = host._replace(
+            source=lambda sampler: EpisodeSource(sampler, Asks(), str, lambda said: [7], lambda problem: {}, most=3)
+        )
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
             state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.cfg)
@@ -37,6 +60,7 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
             b.steps.rollout_params(all_params(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1)
         )
     assert done.metrics["rows_used"] > 0
+    assert done.metrics.get("turns", 1) > 1 or not plays
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
     names = {program.jitted.__name__ for program in listed}
     assert {"prepare", "_prefill_rows", "_decode_rows", "take_rows", "move_rows", "finish", "apply"} < names

@@ -53,7 +53,7 @@ def two_turns(episode):
 
 @pytest.fixture(scope="module")
 def made():
-    cfg = tiny.config(rollout__max_new=LONG)
+    cfg = tiny.config(rollout__max_new=LONG, loss__kl_beta=0.1)
     policy, steps, state = tiny.build(cfg)
     return cfg, policy, steps, state
 
@@ -154,8 +154,8 @@ def test_a_failed_episode_is_a_row_without_a_grade(made):
 
 
 def test_an_iteration_learns_from_what_the_policy_wrote_alone(made):
-    """Environment tokens reach neither loss nor advantages nor lengths, and their ids matter as context alone."""
-    cfg, _, steps, state = made
+    """Environment tokens reach neither loss, advantages, entropy, KL nor lengths; their ids matter as context alone."""
+    cfg, policy, steps, state = made
     batches, metrics = [], []
 
     def spied(sums, state, batch, start, stop, *, bucket):
@@ -163,8 +163,8 @@ def test_an_iteration_learns_from_what_the_policy_wrote_alone(made):
         return steps.accumulate(sums, state, batch, start, stop, bucket=bucket)
 
     host = tiny.host()._replace(source=lambda sampler: source_of(made, Scripted(two_turns)))
-    copied = jax.tree.map(jnp.copy, state)
-    _, done = iterate(copied, None, 1, steps=steps._replace(accumulate=spied), host=host, cfg=cfg)
+    copied, reference = jax.tree.map(jnp.copy, state), jax.tree.map(lambda x: 1.1 * x, state.params)
+    _, done = iterate(copied, reference, 1, steps=steps._replace(accumulate=spied), host=host, cfg=cfg)
     metrics, rollout = done.metrics, done.rollout
     observed = rollout.extent & ~rollout.completion
     assert observed.any()
@@ -177,6 +177,29 @@ def test_an_iteration_learns_from_what_the_policy_wrote_alone(made):
         holes = extent & ~batch.completion
         assert not np.any(batch.advantages[holes])
     assert sum((b.valid[..., -b.completion.shape[-1] :] & ~b.completion).sum() for b in batches) > 0
+
+    def scored(params, batch):
+        tokens, valid = (jnp.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.tokens, batch.valid))
+        length, settings = batch.completion.shape[-1], {"temperature": cfg.rollout.temperature, "head_chunk": 64}
+        found = token_logps(policy, params, tokens, valid, completion_length=length, **settings)
+        return [np.asarray(x)[batch.completion.reshape(-1, length)] for x in found]
+
+    (logps, entropies), (others, _) = (
+        map(np.concatenate, zip(*(scored(params, batch) for batch in batches))) for params in (state.params, reference)
+    )
+    assert metrics["entropy"] == pytest.approx(entropies.mean(), rel=1e-4)
+    assert metrics["kl"] == pytest.approx(np.mean(np.exp(others - logps) - 1 - (others - logps)), rel=1e-4)
+    again = [sum(len(prompt) + start for start in starts) for prompt, starts in later_turns(rollout)]
+    assert metrics["prefilled_again"] == pytest.approx(np.mean(again))
+    assert sum(again) > 0
+
+
+def later_turns(rollout):
+    """Return every row's prompt, and where its turns after the first begin."""
+    width = rollout.tokens.shape[1] - rollout.completion.shape[1]
+    for tokens, valid, turns, written in zip(rollout.tokens, rollout.valid, rollout.origin.turns, rollout.completion):
+        starts = [int(np.flatnonzero((turns == turn) & written)[0]) for turn in range(1, 1 + (turns * written).max())]
+        yield tokens[:width][valid[:width]], starts
 
 
 def test_rewards_see_turns_and_the_environment_at_its_end(made):

@@ -341,8 +341,9 @@ def check_units(cfg: CreditSettings, custom_probe: Probe | None) -> None:
 
 
 def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
-    """Count the passes; units of whole lines or sentences count as if every token were changed."""
-    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
+    """Count the passes: one counterfactual per unit where their number is known, else one per token."""
+    share = 1.0 if row.units is None or not row.reasoning else min(row.units / row.reasoning, 1.0)
+    return masked_flops(d, row, share=share) / clean_flops(d, row)
 
 
 METHOD = CreditMethod(weigh, name="oar_p", needs=("importance",), score=score, answer="probed", forwards=forwards)

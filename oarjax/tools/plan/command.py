@@ -45,6 +45,7 @@ from oarjax.tools.plan.programs import (
 )
 from oarjax.tools.plan.starting import describe_starting, starting_of
 from oarjax.tools.plan.sums import (
+    again_costs,
     analytic_flops,
     applied_bytes,
     count,
@@ -245,7 +246,8 @@ def document(
 ) -> dict[str, Any]:
     """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
     model, s, credit = QwenConfig.from_hf(fields), shapes_of(cfg), find_credit(cfg.credit)
-    chips = where.devices * max(cfg.mesh.slice, 1)
+    chips, work_of_step = where.devices * max(cfg.mesh.slice, 1), largest_work(model, cfg, credit)
+    turns = 1 if cfg.rollout.environment is None else cfg.rollout.environment.turns
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
     rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
@@ -265,7 +267,8 @@ def document(
             found = Executed()
             for program in (each for each in result["programs"] if each["steps"]):
                 text = gzip.decompress((cache / f"{program['key']}.hlo.gz").read_bytes()).decode()
-                found.add(count(text, s, asked.credit, model, steps=program["steps"]), 1)
+                times = program["steps"] if program["name"].endswith("prefill") else 1
+                found.add(count(text, s, asked.credit, model, steps=program["steps"], turns=turns), times)
         phases.append(
             phase_of(
                 result,
@@ -297,7 +300,8 @@ def document(
         "attention": "splash" if cfg.policy.attention == "auto" else cfg.policy.attention,
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
-        "prompts": prompt_costs(model, s, largest_work(model, cfg, credit), credit),
+        "prompts": prompt_costs(model, s, work_of_step, credit),
+        "again": again_costs(turns, model, s, work_of_step),
         "resident": there,
         "phases": phases,
         "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,

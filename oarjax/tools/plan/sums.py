@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oarjax.config.schema import Config
-from oarjax.costs import Number, RowTokens, Work, iteration_flops, sampling_flops
+from oarjax.costs import Number, RowTokens, Work, iteration_flops, pass_flops, sampling_flops
 from oarjax.credit.methods.signed_values import SCOPE as CANDIDATES
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
@@ -22,6 +22,7 @@ from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.run.adapters import trained_count
 from oarjax.run.custom import find_credit
+from oarjax.run.shapes import times_again
 from oarjax.system.chips import Chip
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
@@ -49,8 +50,10 @@ DECODE = "jit(_decode_rows)/"
 def largest_work(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
+    reasoning, plays = max(s.completion - ANSWER, 0), cfg.rollout.environment
+    units = plays.turns if plays is not None and cfg.credit.masking.unit == "turn" else None
     return Work(
-        row=RowTokens(s.prompt, s.completion, max(s.completion - ANSWER, 0), planned_prompt_rows(cfg.update)),
+        row=RowTokens(s.prompt, s.completion, reasoning, planned_prompt_rows(cfg.update), units),
         prompts=s.prompts,
         rows=s.rows,
         used=s.rows,
@@ -75,13 +78,17 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     return phase_seconds / times_of(cfg.update)[phase]
 
 
-def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig, *, steps: Number = 1) -> Executed:
+def count(
+    text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig, *, steps: Number = 1, turns: int = 1
+) -> Executed:
     """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited.
 
-    A decode program draws the tokens of ``steps``.
+    A decode program draws the tokens of ``steps``. Completions have as many ``turns``.
     """
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
+    if masking.unit == "turn":
+        share = min(turns / s.completion, 1.0)
     if "oar_screened" in (credit.method, credit.method == "permuted" and credit.permuted_of):
         share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
     if credit.method == "signed_values":
@@ -228,6 +235,21 @@ def prompt_costs(
         cached = 2.0 * 2 * d.layers * model.num_key_value_heads * model.head_dim * s.prompt * prompts
         found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": cached}
     return found
+
+
+def again_costs(turns: int, model: QwenConfig, s: LargestShapes, work: Work) -> dict[str, float] | None:
+    """Compute what episodes of as many turns, all equally long, compute again before each turn but the first.
+
+    ``positions`` are those of all rows, the padding of their width included, ``flops`` their share of sampling's.
+    """
+    if turns == 1:
+        return None
+    d, times = decoder_of(model), times_again(turns, s.completion)
+    widths = {s.prompt + beyond: s.rows * count for beyond, count in times.items()}
+    again = sum(rows * pass_flops(d, tokens=width, context=width / 2, read=1) for width, rows in widths.items())
+    first = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=s.prompt, completion=s.completion)
+    positions = sum(width * rows for width, rows in widths.items())
+    return {"turns": float(turns), "positions": positions, "flops": again / (again + first)}
 
 
 def applied_bytes(resident: Mapping[str, int]) -> float:

@@ -127,6 +127,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {found['remat']}, attention "
         f"{found['attention']}, credit {found['credit']}.",
         *([describe_prompts(found)] if "prompts" in found else []),
+        *([describe_again(found["again"])] if found.get("again") else []),
         f"Peaks of a chip: {chip['flops'] / 1e12:g} TFLOP/s, {chip['bandwidth'] / 1e9:g} GB/s of HBM, "
         f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
         "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
@@ -159,6 +160,15 @@ def describe_prompts(found: dict[str, Any]) -> str:
         for name in ("group", "single")
     )
     return f"Prompts, once per group of {size}: {own}" + ("." if size == 1 else f"; with groups of 1: {single}.")
+
+
+def describe_again(again: Mapping[str, Any]) -> str:
+    """Say what it costs that rows are computed again before every turn but the first."""
+    return (
+        f"Episodes of {again['turns']:.0f} turns, all equally long: before each but the first every row is computed "
+        f"again, {again['positions']:,.0f} positions an iteration and {again['flops']:.0%} of sampling's FLOPs, which "
+        "model FLOPs leave out."
+    )
 
 
 def assumptions() -> str:

@@ -20,6 +20,7 @@ from oarjax.data.hf_files import CheckpointError
 from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, parameter_count
+from oarjax.run.shapes import times_again
 from oarjax.system.chips import GIB
 from oarjax.tools.plan import command as planning
 from oarjax.tools.plan.architecture import architecture_fields
@@ -207,8 +208,8 @@ def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = 
     return found | {"programs": [program]}
 
 
-def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | None]]) -> dict:
-    cfg = config()
+def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | None]], **changes) -> dict:
+    cfg = config(**changes)
     fields = dict(PUBLISHED["Qwen/Qwen2.5-7B"])
     return planning.document("configs/x.yaml", cfg, find_slice("v5e-4"), fields, work, answers, cache=tmp_path)
 
@@ -296,6 +297,21 @@ def test_a_plan_says_what_the_size_of_groups_saves(tmp_path, no_kernels):
     assert single["flops"] == pytest.approx(more / (1 + more))
     (line,) = (line for line in describe(found) if line.startswith("Prompts, once per group of"))
     assert f"{single['flops']:.1%} of a step's model FLOPs" in line
+
+
+def test_a_plan_says_what_turns_compute_again(tmp_path, no_kernels):
+    """Turns 2 to 4 begin after 1/4, 2/4 and 3/4 of a row; rows are padded to a quarter, half or all of it."""
+    assert times_again(4, 512) == {128: 1, 256: 1, 512: 1}
+    assert times_again(2, 1024) == {256: 0, 512: 1, 1024: 0}
+    assert planned(tmp_path, [answer(tmp_path, "sample")], [("sample", None)])["again"] is None
+    rollout = {"prompts": 8, "group_size": 4, "max_new": 512, "environment": {"name": "builtin:guess", "turns": 4}}
+    found = planned(tmp_path, [answer(tmp_path, "sample")], [("sample", None)], rollout=rollout)
+    again, widths = found["again"], [128 + beyond for beyond in (128, 256, 512)]
+    assert again["positions"] == 32 * sum(widths)
+    d = decoder_of(QwenConfig.from_hf(dict(PUBLISHED["Qwen/Qwen2.5-7B"])))
+    flops = 32 * sum(clean_flops(d, RowTokens(width, 0)) for width in widths)
+    assert again["flops"] / (1 - again["flops"]) == pytest.approx(flops / found["phases"][0]["model"])
+    assert any("40,960 positions an iteration" in line for line in describe(found))
 
 
 def test_little_room_is_said(tmp_path, no_kernels):
