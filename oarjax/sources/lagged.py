@@ -80,6 +80,13 @@ class DrawsInBackground(Protocol):
         ...
 
 
+def why_in_turn(background: DrawsInBackground | None, processes: int) -> str | None:
+    """Say why nothing is drawn while others are learned from; None if it is."""
+    if processes > 1:
+        return f"a run of {processes} processes draws and learns in turn"
+    return "the run's own sampler draws on the devices that learn" if background is None else None
+
+
 class DrawnAhead(NamedTuple):
     """The rollouts of an iteration, and what drawing them took."""
 
@@ -110,7 +117,7 @@ class LaggedSource:
         say: Callable[[str], object],
     ) -> None:
         self._lag, self._last, self._prompts, self._batch_of, self._say = lag, last, prompts, batch_of, say
-        self._background = background if jax.process_count() == 1 else None
+        self._background = background if why_in_turn(background, jax.process_count()) is None else None
         self._source: Source | None = None
         self._held: dict[int, DrawnAhead] = {}
         self._thread: threading.Thread | None = None

@@ -26,7 +26,7 @@ from oarjax.rollout.source import Batch, Source
 from oarjax.run.grades import written_turns
 from oarjax.run.hints import played_turns
 from oarjax.run.run import Run
-from oarjax.sources.lagged import LaggedSource, PromptsAhead
+from oarjax.sources.lagged import LaggedSource, PromptsAhead, why_in_turn
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import DrawnGroups, Iteration, iterate
@@ -96,6 +96,8 @@ def train(
 
         if isinstance(stream, PromptsAhead):
             sizes, say = (cfg.update.lag, cfg.iterations), partial(console.print, markup=False)
+            if (why := why_in_turn(outside.engine, jax.process_count())) is not None:
+                say(f"update.lag: {why}: rollouts are older, and nothing is faster; set 0, or see docs/rollouts.md")
             lagged = LaggedSource(*sizes, stream, batch_of, background=outside.engine, say=say)
             stack.callback(lagged.close)
 

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from contextlib import suppress
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from oarjax.config.loading import parse_config
 from oarjax.errors import ConfigError
 from oarjax.rollout.source import Batch, Spent, Turn
 from oarjax.sources.engine import EngineError, EngineSource
-from oarjax.sources.lagged import LaggedSource, PromptsAhead
+from oarjax.sources.lagged import LaggedSource, PromptsAhead, why_in_turn
 from oarjax.sources.records import EndedTable, RecordedSource, Records
 from oarjax.sources.turns import Rules
 from oarjax.step.sampling import batch_of_iteration
@@ -45,13 +46,17 @@ class Counted:
 
 
 class Noisy:
-    """Draws row by row, with noise that never comes again; dies after ``left`` rows. In a thread if it is ``held``."""
+    """Draws row by row, with noise that never comes again; dies after ``left`` rows. In a thread if it is ``held``.
+
+    With ``rest`` it waits after so many rows until it is cancelled.
+    """
 
     together = False
     noise = np.random.default_rng(0)
 
-    def __init__(self, left=10**6, held=None):
+    def __init__(self, left=10**6, held: Any = None):
         self.left, self.held, self.version, self.given, self.asked = left, held, 0, -1, []
+        self.rest, self.rows, self.waits, self.cancelled = -1, [], threading.Event(), False
 
     def sync(self, params, version):
         self.version = version
@@ -60,13 +65,17 @@ class Noisy:
         self.given = self.version
 
     def cancel(self):
-        self.left = 0
+        self.cancelled, self.left = True, 0
         self.held.set()
 
-    def draw(self, batch, report=None, *, rows):
+    def draw(self, batch, report: Any = None, *, rows):
         table, turns = EndedTable(batch), []
         self.asked.append((batch.iteration, self.version))
+        self.rows.append(list(rows))
         for b in rows:
+            if len(turns) == self.rest and self.held is not None:
+                self.held.clear()
+                self.waits.set()
             if self.held is not None:
                 self.held.wait(20)
             if self.left == 0:
@@ -172,6 +181,12 @@ def test_an_engine_draws_while_the_trainer_learns_and_is_waited_for(tmp_path):
     assert 3 in run.lagged._held
 
 
+def test_it_is_said_why_nothing_overlaps():
+    assert why_in_turn(Noisy(), 1) is None
+    assert "on the devices that learn" in str(why_in_turn(None, 1))
+    assert "2 processes draws and learns in turn" in str(why_in_turn(Noisy(), 2))
+
+
 def test_what_goes_wrong_in_the_background_is_raised_in_the_trainer(tmp_path):
     source = Noisy(left=6)
     run = Run(tmp_path, source, lag=1, background=source)
@@ -186,12 +201,18 @@ def test_closing_gives_up_what_is_being_drawn(tmp_path):
     source = Noisy(held=threading.Event())
     run = Run(tmp_path, source, lag=1, background=source)
     source.held.set()
-    run.until(2)
-    source.held.clear()
+    run.until(1)
+    position, source.rest = run.prompts.state(), 1
     run.iterate()
+    assert source.waits.wait(20)  # for its second row of iteration 3; only ``cancel`` ends that
     run.lagged.close()
-    assert run.lagged._thread is None
-    assert threading.active_count() == 1 or all(t.name != "lagged" for t in threading.enumerate())
+    assert source.cancelled
+    assert all(thread.name != "lagged" for thread in threading.enumerate())
+    record = tmp_path / "rollouts" / "000003.jsonl"
+    assert record.read_text().count("\n") == 1
+    resumed = Run(tmp_path, Noisy(), lag=1, first=1, position=position)
+    assert len(resumed.until(3)[-1]) == 4
+    assert list(resumed.source.rows[0]) == [1, 2, 3]
 
 
 def test_an_engine_gives_up_a_draw_that_is_cancelled():

@@ -81,15 +81,18 @@ def overlap_of(
     return None if found is None else found._asdict() | {"written": plan["needs"]["weights"] / WRITE_RATE}
 
 
-def describe_overlap(found: Mapping[str, Any] | None, *, chips: int) -> str:
+def describe_overlap(found: Mapping[str, Any] | None, *, chips: int, hosts: int) -> str:
     """Say what a lag can bring, and what the weights' way to those who draw takes."""
     if found is None:
         return "update.lag: this slice cannot be divided into chips that draw and chips that learn."
     faster = f"makes steps at most {found['gain']:.2f} times as fast"
     if found["gain"] <= 1:
         faster = "makes steps no faster, however the chips are divided"
+    overlaps = "oarjax itself overlaps with an engine only."
+    if hosts > 1:
+        overlaps = f"oarjax itself overlaps in one process alone: on these {hosts} hosts a lag brings nothing."
     return (
         f"update.lag: drawing on {found['chips']} of {chips} chips while the others learn {faster}; the weights reach "
         f"them in {found['transfer']:.2g} s over a slice's links, or are written for an engine in "
-        f"{found['written']:.0f} s by one host, both at the least. oarjax itself overlaps with an engine only."
+        f"{found['written']:.0f} s by one host, both at the least. {overlaps}"
     )

@@ -148,7 +148,7 @@ def describe(found: dict[str, Any]) -> list[str]:
     if found.get("lengths") is not None:
         lines.append(describe_expected(found["lengths"], found))
     if "lag" in found:
-        lines.append(describe_overlap(found["lag"], chips=found["chips"]))
+        lines.append(describe_overlap(found["lag"], chips=found["chips"], hosts=found["needs"]["hosts"]))
     return lines + found["notes"]
 
 

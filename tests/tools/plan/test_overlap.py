@@ -44,10 +44,12 @@ def test_a_plan_says_so_with_the_seconds_of_its_phases():
     assert found is not None
     assert (found["chips"], found["gain"]) == (1, pytest.approx(14 / 8))
     assert found["written"] == 20
-    assert "drawing on 1 of 8 chips" in describe_overlap(found, chips=8)
-    assert "at most 1.75 times as fast" in describe_overlap(found, chips=8)
-    assert "no faster" in describe_overlap(found | {"gain": 0.9}, chips=8)
-    assert "cannot be divided" in describe_overlap(None, chips=1)
+    assert "drawing on 1 of 8 chips" in describe_overlap(found, chips=8, hosts=1)
+    assert "at most 1.75 times as fast" in describe_overlap(found, chips=8, hosts=1)
+    assert "no faster" in describe_overlap(found | {"gain": 0.9}, chips=8, hosts=1)
+    assert "cannot be divided" in describe_overlap(None, chips=1, hosts=1)
+    assert "overlaps with an engine only" in describe_overlap(found, chips=8, hosts=1)
+    assert "on these 2 hosts a lag brings nothing" in describe_overlap(found, chips=8, hosts=2)
     lengths = {"seconds": {"sample": 3.5, "update": 3.5}, "decode_steps": 50, "mean": 25}
     shorter = overlap_of(plan | {"lengths": lengths}, times, 7e9, tensor=1)
     assert shorter is not None
