@@ -16,7 +16,7 @@ from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError, parquet_rows
 from oarjax.data.streams import Encoded, bucketed, pad_prompts
 from oarjax.rollout.source import Batch, Report, RowId, Spent, Turn
-from oarjax.sources.records import PLACE, turn_of
+from oarjax.sources.records import place_of, turn_of, whole_numbers
 from oarjax.sources.turns import Rules, check_turn
 from oarjax.storage.durable import read_lines
 from oarjax.types import Params, PromptBatch
@@ -72,6 +72,7 @@ def read_groups(
     """
     by_prompt = {tuple(ids): problem for ids, problem in zip(encoded.prompts, encoded.problems)}
     prompts = {problem.index: tuple(ids) for ids, problem in zip(encoded.prompts, encoded.problems)}
+    unread = dict.fromkeys({"experts", "teacher_logps"}.difference(needed))
     groups: list[Group] = []
     for path in files:
         rows = sorted(_rows(path).items())
@@ -82,11 +83,14 @@ def read_groups(
                 try:
                     if lacking := [name for name in needed if line.get(name) is None]:
                         raise ValueError(f"lacks {' and '.join(lacking)}")
-                    turns.append(turn_of(line if "teacher_logps" in needed else {**line, "teacher_logps": None}))
+                    turns.append(turn_of({**line, **unread}))
                     check_turn(turns[-1], max_new, rules)
-                    prompt = tuple(line["prompt"])
-                    if line["turn"] != 0 or prompt != tuple(part[0][1]["prompt"]):
+                    ids = tuple(whole_numbers("prompt", line["prompt"]).tolist())
+                    prompt = prompt or ids
+                    if line["turn"] != 0 or ids != prompt:
                         raise ValueError(f"expected {group_size} completions of a prompt, one turn each, in a row")
+                    if not isinstance(line.get("problem"), int | None):
+                        raise ValueError(f"expected problem as a whole number, got {line['problem']!r:.60}")
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                     raise DataError(f"{where}: {kind}{error}") from None
@@ -106,7 +110,10 @@ def _rows(path: Path) -> dict[RowId, tuple[str, dict[str, Any]]]:
     for number, (place, line) in enumerate(_lines(path)):
         if "spent" not in line or line.get("tokens") is not None:
             line = {"iteration": 0, "attempt": 0, "row": number, "turn": 0, "finish": None, **line}
-            rows[RowId(*(line[name] for name in PLACE))] = (place, line)
+            try:
+                rows[place_of(line)] = (place, line)
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from None
     return rows
 
 

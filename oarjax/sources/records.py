@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from oarjax.rollout.source import Batch, Continuing, EndedRows, Report, Request, RowId, Source, Spent, Turn
 from oarjax.storage.durable import (
@@ -62,21 +62,47 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
     Raises:
         ValueError, KeyError, TypeError: it is none.
     """
-    tokens, logps = np.asarray(line["tokens"], np.int32), floats_of(line["logps"])
+    tokens, logps = whole_numbers("tokens", line["tokens"]), floats_of(line["logps"])
     whole, experts, teacher = (line.get(name) for name in ("whole_logps", "experts", "teacher_logps"))
-    versions = np.broadcast_to(np.asarray(line.get("version") or 0, np.int32), tokens.shape).copy()
-    if not tokens.ndim == 1 or logps.shape != tokens.shape or line["finish"] not in ("stop", "length"):
+    versions = whole_numbers("version", np.atleast_1d(line.get("version") or 0))
+    if logps.shape != tokens.shape or line["finish"] not in ("stop", "length"):
         raise ValueError(f"{len(logps)} log-probs of {len(tokens)} tokens, finish {line['finish']!r}")
+    if whole is not None and len(whole) != len(tokens):
+        raise ValueError(f"{len(whole)} whole_logps of {len(tokens)} tokens")
     return Turn(
-        RowId(*(line[name] for name in PLACE)),
+        place_of(line),
         tokens,
         logps,
-        versions,
+        np.broadcast_to(versions, tokens.shape).copy(),
         line["finish"],
         None if whole is None else floats_of(whole),
-        None if experts is None else np.asarray(experts, np.int32),
+        None if experts is None else whole_numbers("experts", experts, axes=3),
         None if teacher is None else floats_of(teacher),
     )
+
+
+def place_of(line: Mapping[str, Any]) -> RowId:
+    """Read which turn a line is of.
+
+    Raises:
+        ValueError, KeyError: it does not say.
+    """
+    place = RowId(*(line[name] for name in PLACE))
+    if any(type(number) is not int or number < 0 for number in place):
+        raise ValueError(f"expected {', '.join(PLACE)} as whole numbers from 0, got {place!r:.200}")
+    return place
+
+
+def whole_numbers(name: str, values: Any, *, axes: int = 1) -> Int32[np.ndarray, "..."]:
+    """Read whole numbers of a line as an array.
+
+    Raises:
+        ValueError: they are others, not of so many axes, or negative.
+    """
+    found = np.asarray(values)
+    if found.ndim != axes or (found.size and (found.dtype.kind != "i" or not 0 <= found.min() <= found.max() < 2**31)):
+        raise ValueError(f"expected {name} as whole numbers from 0, got {values!r:.60}")
+    return found.astype(np.int32)
 
 
 class Known(NamedTuple):
@@ -112,8 +138,11 @@ class Records:
                 for line in read_lines(path):
                     if line["attempt"] == batch.attempt and "spent" in line:
                         spent = Spent(**line["spent"])
+                        if not all(isinstance(count, int | float) for count in spent):
+                            raise ValueError("its counts are no numbers")
                     elif line["attempt"] == batch.attempt:
-                        turn_of(line)
+                        if len(turn_of(line).tokens) > batch.max_new or not isinstance(line["report"], int | None):
+                            raise ValueError(f"too many tokens, or report {line['report']!r:.60}")
                         lines[line["row"]] = line
                 wrong = {b for b, line in lines.items() if b >= len(requests) or not _answers(line, requests[b])}
             except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:

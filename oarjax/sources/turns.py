@@ -28,7 +28,8 @@ def check_turn(turn: Turn, max_new: int, rules: Rules) -> None:
         raise ValueError(f"expected 1 to {max_new} tokens, got {count}")
     if ids.min() < 0 or ids.max() >= rules.vocab:
         raise ValueError(f"ids reach from {ids.min()} to {ids.max()}, the vocabulary from 0 to {rules.vocab - 1}")
-    for name, logps in (("log-probs", turn.logps), ("teacher_logps", turn.teacher_logps)):
+    named = {"log-probs": turn.logps, "whole_logps": turn.whole_logps, "teacher_logps": turn.teacher_logps}
+    for name, logps in named.items():
         if logps is not None and (len(logps) != count or np.ndim(logps) != 1):
             raise ValueError(f"{len(logps)} {name} of {count} tokens")
         if logps is not None and (not np.isfinite(logps).all() or logps.max() > 1e-3):

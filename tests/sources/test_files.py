@@ -99,6 +99,14 @@ def test_parquet_is_read_as_well(tmp_path):
         ({"finish": "error"}, "finish 'error'"),
         ({"turn": 1}, "expected 2 completions of a prompt, one turn each"),
         ({"prompt": [5, 6]}, "expected 2 completions of a prompt"),
+        *(({"row": row}, "line 2: expected iteration, attempt, row, turn as whole n") for row in ("1", [1], None, 1.5)),
+        ({"iteration": "0"}, "line 2: expected iteration, attempt, row, turn as whole numbers from 0"),
+        *(({"prompt": ids}, "line 2: expected prompt as whole numbers") for ids in (7, "7", [[7]], [7.0])),
+        *(({"tokens": ids}, "line 2: expected tokens as whole numbers") for ids in ([1.5, 2], ["10", "2"], [2**40, 2])),
+        *(({"problem": number}, "line 2: expected problem as a whole number") for number in ([9], "9", 9.0)),
+        ({"version": -1}, "line 2: expected version as whole numbers from 0"),
+        ({"whole_logps": [-1.0]}, "line 2: 1 whole_logps of 3 tokens"),
+        ({"whole_logps": [0.5] * 3}, "line 2: whole_logps are not finite, or above 0: 0.5"),
     ],
 )
 def test_what_the_policy_cannot_have_drawn_is_refused_with_its_line(tmp_path, change, message):
@@ -158,9 +166,9 @@ def test_a_teachers_log_probs_are_read_where_the_run_learns_from_them_and_needed
     stream = RecordedRollouts([first], prompts=1, bucket=4, pad_id=0)
     batch = Batch(next(stream)[0], jax.random.key(0), 1, 0, 2, 3)
     rollout = rollout_of(batch, requested(batch, stream.draw(batch)), pad_id=0)
-    assert rollout.teacher_logps.tolist() == [[-0.25, -0.25, 0], [-0.25] * 3]
+    assert np.asarray(rollout.teacher_logps).tolist() == [[-0.25, -0.25, 0], [-0.25] * 3]
     request = batch.requests[1]
-    assert records.turn_of(records.line_of(request, first.turns[1])).teacher_logps.tolist() == [-0.25] * 3
+    assert np.asarray(records.turn_of(records.line_of(request, first.turns[1])).teacher_logps).tolist() == [-0.25] * 3
     for wrong, message in {
         None: "line 2: lacks teacher_logps",
         (-1.0,): "line 2: 1 teacher_logps of 3 tokens",

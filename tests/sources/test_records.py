@@ -14,6 +14,7 @@ from oarjax.sources import records as module
 from oarjax.sources.records import EndedTable, RecordedSource, Records
 from oarjax.step.iteration import iterate
 from oarjax.storage.durable import Failures, StorageError, read_lines
+from oarjax.system.json import to_json
 from oarjax.types import PromptBatch
 
 PROMPTS = PromptBatch(np.array([[0, 5], [6, 7]], np.int32), np.array([[False, True], [True, True]]), np.array([8, 3]))  # type: ignore
@@ -170,11 +171,31 @@ def test_rollouts_of_other_prompts_or_keys_are_drawn_again(recorded, other):
     again.draw(other)  # later lines count
 
 
-@pytest.mark.parametrize("wrong", [b'{"attempt": 0}\n', b"nonsense\n\n", b'{"attempt": 0, "row": 0, "tokens": [1]}\n'])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"attempt": 0},
+        b"nonsense\n\n",
+        {"attempt": 0, "row": 0, "tokens": [1]},
+        *({"row": row} for row in ("0", [0], -1, True)),
+        *({"tokens": ids} for ids in ([1.5, 2, 3], ["1", "2", "3"], [1, 2, 2**40])),
+        {"tokens": [1] * 99, "logps": [-1.0] * 99, "whole_logps": None},
+        {"whole_logps": [-1.0]},
+        {"experts": [1, 2, 3]},
+        {"version": "3"},
+        {"report": "0"},
+        {"attempt": 0, "spent": {"steps": "7"}},
+        {"attempt": 0, "spent": {"steps": None}},
+        {"attempt": 0, "spent": 7},
+    ],
+)
 def test_a_damaged_record_is_drawn_again(recorded, tmp_path, wrong):
     source, _ = recorded(Rows())
     source.draw(batch())
     path = tmp_path / "r" / "000003.jsonl"
+    if isinstance(wrong, dict):
+        whole = {} if "attempt" in wrong else next(iter(read_lines(path)))
+        wrong = to_json(whole | wrong).encode() + b"\n"
     path.write_bytes(wrong + path.read_bytes())
     repeated, said = recorded(Rows())
     repeated.draw(batch())
