@@ -35,7 +35,11 @@ def run(folder: Path, out: Path | None) -> None:
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write a run's page from the files that are there; return its path."""
-    cfg, out = saved_config(folder), out or folder / "report.html"
+    cfg = saved_config(folder)
+    if out is None:
+        out = folder / "report.html"
+        with storage_errors(out):
+            out.unlink(missing_ok=True)  # it may be somebody else's link
     summary = folder / "summary.json"
     compare = compare_command(folder, cfg.credit.method, held_out=cfg.data.eval is not None)
     with storage_errors(out):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from oarjax.errors import ConfigError, UserError
 from oarjax.system.json import to_json
-from oarjax.system.paths import special_kind
+from oarjax.system.paths import open_no_link, special_kind
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
 NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
@@ -183,6 +183,8 @@ def check_guards(path: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Replace a file with new text: after a crash the disk holds the old text or the new text.
 
+    Links at its place, which may be somebody else's, are replaced and not followed.
+
     Raises:
         OSError: nothing was changed.
         StorageError: nothing was changed, because the folder belongs to another run now.
@@ -190,7 +192,8 @@ def write_durably(path: Path, text: str) -> None:
     check_guards(path)
     half = path.with_name(f".{path.name}.half")
     try:
-        with half.open("w", encoding="utf-8") as file:
+        half.unlink(missing_ok=True)
+        with half.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -261,7 +264,7 @@ class Lines:
         self.path = path
         check_guards(path)
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open_no_link(path, "ab", buffering=0)
             size = path.stat().st_size
             self.short = max((position or 0) - size, 0)
             self._file.truncate(_end_of_lines(path) if position is None or self.short else position)

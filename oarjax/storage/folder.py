@@ -24,6 +24,7 @@ from oarjax.credit.registry import unread_settings
 from oarjax.errors import ConfigError
 from oarjax.storage.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.storage.manifest import read_manifest
+from oarjax.system.paths import open_no_link
 from oarjax.system.yaml_tree import read_yaml
 
 HARMLESS = (
@@ -391,7 +392,7 @@ def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = open_no_link(path, "a+", encoding="utf-8")
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR) or (error.errno in IMPOSSIBLE and not exists(folder)):
             name = option.removesuffix("=...")

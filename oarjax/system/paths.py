@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from typing import IO, Any
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?!/)([^/]*)")
 
@@ -19,6 +20,11 @@ def special_kind(path: str | os.PathLike[str]) -> str | None:
     except (OSError, ValueError):
         return None
     return next((name for matches, name in KINDS.items() if matches(mode)), None)
+
+
+def open_no_link(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any]:
+    """Open a file; fails with ELOOP on a link, which somebody may have led out of the folder."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
 
 
 def path_problem(text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Pipes and devices in a folder that somebody else made: one message and exit code 2, and nothing waits for them."""
+"""Pipes, devices and links in a folder that somebody else made: nothing waits for them, nothing else is written."""
 
 import os
 import signal
@@ -12,6 +12,9 @@ import oarjax.tools.replay.command
 import oarjax.tools.study.command
 import oarjax.training.command  # noqa: F401  # so that no alarm falls into imports
 from oarjax.cli import main
+from oarjax.report.command import write_report
+from oarjax.storage.durable import Lines, StorageError, write_durably
+from oarjax.storage.folder import locked
 
 FOLDER = {
     "report": ["report", "{run}"],
@@ -34,6 +37,7 @@ def run(tmp_path, monkeypatch):
     (folder / "bad_batches").mkdir(parents=True)
     tree = {
         "run_dir": str(folder),
+        "iterations": 1,
         "device": "cpu",
         "policy": {"path": "builtin:arithmetic"},
         "data": {"train": {"source": "builtin:arithmetic"}},
@@ -64,6 +68,22 @@ def test_a_pipe_in_a_run_folder_is_refused(command, name, run, monkeypatch, caps
     if name != "config.yaml":  # else "holds no run"
         assert "expected a file, got a named pipe" in error
     assert path.is_fifo()
+
+
+def test_links_are_replaced_or_refused_and_never_followed(run, tmp_path):
+    names = ("report.html", "results.json", ".results.json.half", "samples.jsonl", "lock")
+    page, results, half, samples, _ = theirs = [run / name for name in names]
+    (tmp_path / "mine").write_text("mine")
+    for link in theirs:
+        link.symlink_to(tmp_path / "mine")
+    write_report(run)
+    write_durably(results, "theirs")
+    assert (page.read_text()[:2], results.read_text(), half.is_symlink()) == ("<!", "theirs", False)
+    with pytest.raises(StorageError, match=r"cannot write .*samples.jsonl: .*choose another path"):
+        Lines(samples)
+    with pytest.raises(StorageError, match=r"cannot write .*lock: .*choose another path"), locked(run):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_link_to_a_device_is_refused(run, monkeypatch, capsys):
