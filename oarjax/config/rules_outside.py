@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from oarjax.config.inputs import DataConfig, PolicyConfig
 from oarjax.config.learning import LossConfig, OffPolicyConfig, RolloutConfig, UpdateConfig
 from oarjax.config.outputs import CheckpointConfig
+from oarjax.system.http import names_host
 
 
 def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -51,7 +52,7 @@ def check_outside(
         return
     if rollout.recorded:
         yield "rollout.from: rollouts come from files, and rollout.engine is set; set one of them"
-    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", engine.url):
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", engine.url) or not names_host(engine.url):
         yield f"rollout.engine.url: expected an address such as http://127.0.0.1:8000, got {engine.url!r}"
     if rollout.stop:
         yield "rollout.stop: an engine cannot be told to end at the token that completes a string; leave it out"

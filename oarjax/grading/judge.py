@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from oarjax.grading.rewards import Sample
-from oarjax.system.http import Reply, post
+from oarjax.system.http import Reply, names_host, post
 from oarjax.system.secrets import hide, mark_secret
 
 MAX_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class HttpJudge:
         score: Callable[[Any], Any] = read_score,
     ):
         self._place = urlsplit(url)
-        if self._place.scheme not in ("http", "https") or not self._place.hostname:
+        if self._place.scheme not in ("http", "https") or not names_host(url):
             raise ValueError(f"HttpJudge: expected an http:// or https:// address, got {url!r}")
         if not low < high or retries < 0 or timeout <= 0 or backoff < 0:
             raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from oarjax.config.learning import RECORDED
@@ -12,44 +14,51 @@ from oarjax.run.served import Served, served_weights
 from oarjax.sources.engine import EngineSource
 from oarjax.sources.files import NEEDED, TAUGHT, RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
+from oarjax.storage.folder import locked
 from oarjax.system.processes import only_first
 
 
 class Outside(NamedTuple):
-    """The replacement of a run's sampler; both None if there is none."""
+    """The replacement of a run's sampler; both None if there is none. ``held``: what else is open for it."""
 
     recorded: RecordedRollouts | None
     engine: EngineSource | None
+    held: ExitStack
 
     def probe(self) -> None:
         """Fail early on an engine that cannot draw; the first process asks."""
         if self.engine is not None:
-            only_first(self.engine.probe)
-            self.engine.close()
+            with closing(self):
+                only_first(self.engine.probe)
 
     def close(self) -> None:
-        """Stop waiting for an engine."""
+        """Stop waiting for an engine, and let go of the folder of its weights."""
         if self.engine is not None:
             self.engine.close()
+        self.held.close()
 
 
 def open_outside(run: Run) -> Outside:
     """Open what ``rollout.from`` or ``rollout.engine`` names.
 
     Raises:
+        ConfigError: another run gives an engine its weights in the same folder.
         DataError: the files do not hold what the run needs.
     """
     cfg, rollout = run.cfg, run.cfg.rollout
+    held = ExitStack()
     rules = Rules(run.model.vocab_size, run.stop_ids, stops_at_text=bool(rollout.stop))
     if rollout.engine is not None:
         weights, say = None, partial(run.console.print, markup=False)
-        if rollout.engine.weights is not None:
+        if (place := rollout.engine.weights) is not None:
+            if run.first:
+                held.enter_context(locked(Path(place).expanduser(), option="rollout.engine.weights=..."))
             served = Served(run.model, run.mesh, run.source, run.stop_ids, run.pad_id)
             parts = (rollout.engine, cfg.policy, cfg.lora, served, run.train.prompts)
             weights = served_weights(*parts, place=run.place, fetch=run.fetch)
-        return Outside(None, EngineSource(rollout.engine, rollout, rules, weights=weights, say=say))
+        return Outside(None, EngineSource(rollout.engine, rollout, rules, weights=weights, say=say), held)
     if not rollout.recorded:
-        return Outside(None, None)
+        return Outside(None, None, held)
     files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}
     needed = TAUGHT if cfg.loss.teacher == RECORDED else NEEDED
     groups = read_groups(files, run.train, **sizes, rules=rules, needed=needed)
@@ -59,4 +68,4 @@ def open_outside(run: Run) -> Outside:
             f"{len(groups)}; lower iterations, or add files"
         )
     recorded = RecordedRollouts(groups, prompts=rollout.prompts, bucket=run.prompt_step, pad_id=run.pad_id)
-    return Outside(recorded, None)
+    return Outside(recorded, None, held)

@@ -291,7 +291,7 @@ class EngineSource:
                 if reply.status == 200:
                     return read(reply.body)
                 failure = Faulty(f"the engine answered with status {reply.status}: {_shown(reply)}")
-                pause = max(pause, reply.retry_after or 0.0)
+                pause = max(pause, min(reply.retry_after or 0.0, self._engine.deadline))
                 if reply.status not in (408, 425, 429) and reply.status < 500:
                     break
             except TimeoutError:

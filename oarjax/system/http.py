@@ -7,7 +7,7 @@ import http.client
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple
-from urllib.parse import SplitResult
+from urllib.parse import SplitResult, urlsplit
 
 
 class Reply(NamedTuple):
@@ -16,6 +16,15 @@ class Reply(NamedTuple):
     status: int
     body: bytes
     retry_after: float | None  # seconds that it asks to wait
+
+
+def names_host(url: str) -> bool:
+    """Return True if a URL names a host, and perhaps a port, that can be looked up."""
+    try:
+        place = urlsplit(url)
+        return bool((place.hostname or "").encode("idna")) and place.port != 0
+    except ValueError:  # a port above 65535, a label of more than 63 characters
+        return False
 
 
 async def post(

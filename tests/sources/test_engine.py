@@ -1,5 +1,6 @@
 """An engine over real HTTP: what it is asked, and that none of its faults gets into a rollout."""
 
+import asyncio
 import json
 import threading
 from functools import partial
@@ -19,6 +20,7 @@ from oarjax.sources.engine import EngineError, EngineSource, Unfit
 from oarjax.sources.records import RecordedSource, Records
 from oarjax.sources.turns import Rules
 from oarjax.storage.durable import Failures
+from oarjax.system.http import Reply
 from oarjax.types import PromptBatch
 
 STOP, VOCAB, T = 2, 50, 4
@@ -216,6 +218,23 @@ def test_a_slow_drip_ends_at_the_deadline(engine):
         source(lambda *_: b"drip", deadline=0.3, retries=0).draw(BATCH)
 
 
+def test_a_wait_that_is_asked_for_is_no_longer_than_the_deadline(engine, monkeypatch):
+    _, source = engine
+    pauses = []
+
+    async def post(*_, **__):
+        return Reply(503, b"", 9e5)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(module, "post", post)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(EngineError, match="status 503"):
+        source(deadline=7.0, retries=2, concurrency=1).draw(BATCH)
+    assert pauses == [7.0, 7.0]
+
+
 def test_a_fault_that_passes_leaves_no_trace(engine):
     server, source = engine
     expected = source().draw(BATCH)
@@ -303,7 +322,10 @@ def test_new_weights_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"url": "127.0.0.1:8000"}, "rollout.engine.url: expected an address such as http"),
+        *(
+            ({"url": url}, "rollout.engine.url: expected an address such as http")
+            for url in ("127.0.0.1:8000", "http://h:99999", "http://h:port", f"http://{'h' * 64}:80", "http://[::1")
+        ),
         ({"stop": ["x"]}, "rollout.stop: an engine cannot be told"),
         ({"from": ["a.jsonl"]}, "rollout.from: rollouts come from files, and rollout.engine is set"),
         ({"repetition_penalty": 1.1}, "rollout.engine: the loss cannot follow rollout.repetition_penalty"),

@@ -19,6 +19,7 @@ from oarjax.config.learning import EngineConfig, LoraConfig, RolloutConfig
 from oarjax.config.loading import parse_config
 from oarjax.data.hf import export, load_params, read_config, write_random_checkpoint
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import read_metrics
@@ -28,6 +29,7 @@ from oarjax.sources import engine as module
 from oarjax.sources.engine import EngineError, EngineSource
 from oarjax.sources.sync import StaleWeights, shaken_params
 from oarjax.sources.turns import Rules
+from oarjax.storage.folder import locked
 from oarjax.storage.stop import Stop
 from oarjax.system.mesh import make_mesh
 from oarjax.training import command
@@ -201,6 +203,8 @@ def test_a_run_trains_through_an_engine_and_resumes_when_it_has_died(tmp_path):
         with pytest.raises(EngineError, match="of 16 rows were drawn"):
             command.train_once(parse_config(tree), Console(quiet=True), Stop())
         assert len(read_metrics(run / "metrics.jsonl")) == 1
+        with locked(tmp_path / "weights"), pytest.raises(ConfigError, match=r"engine.weights: .* is in use by pro"):
+            command.train_once(parse_config(tree), Console(quiet=True), Stop())
         server.refuse = lambda paths: 0
         before = drawn()
         command.train_once(parse_config(tree), Console(quiet=True), Stop())
