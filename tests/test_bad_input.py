@@ -156,9 +156,9 @@ def sums_of_one(policy):
     (policy / "SHA256SUMS").write_text(f"{hashlib.sha256(first_shard(policy).read_bytes()).hexdigest()}{first[64:]}\n")
 
 
-def a_pipe(policy):
-    (policy / "config.json").unlink()
-    os.mkfifo(policy / "config.json")
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
 
 
 def whole_numbers(policy):
@@ -193,7 +193,8 @@ def pickled(policy):
         (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file name; regenerate it or delete it"),
         (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
         (sums_of_one, "SHA256SUMS does not name model-00002-of-"),
-        (a_pipe, "config.json is not a file; fetch the folder again"),
+        (lambda p: a_pipe(p / "config.json"), "config.json is not a file; fetch the folder again"),
+        (lambda p: a_pipe(first_shard(p)), "are missing (model-00001-of-"),
         (
             whole_numbers,
             "expected a dtype of F64, F32, F16, BF16, got I8; use a checkpoint that is not quantised",
@@ -373,6 +374,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["run_dir=gs://b/runs/x"], "mount the bucket (gcsfuse --implicit-dirs b ~/b) and set a path below ~/b"),
         (["data.train.source=s3://b/rows.jsonl"], "data.train.source: s3://b/rows.jsonl is an address"),
         (["data.eval.source=hf://datasets/x"], "set its hub name"),
+        (["data.mixture=[{source: 'gs://b/x.jsonl'}]"], "data.mixture.0.source: gs://b/x.jsonl is an address"),
         (["compilation_cache=gs:/b"], "compilation_cache: gs:/b is an address"),
         (["lora={rank: 1, start: 'gs://b/a'}"], "lora.start: gs://b/a is an address"),
         (["grading.plugins=['gs://b/a.py']"], "grading.plugins: gs://b/a.py is an address"),

@@ -58,8 +58,11 @@ PATHS += ("loss.teacher", "optim.function", "sft.optim.function", "rollout.from"
 def check_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     """Report texts that cannot be paths, and home folders of unknown users, in a config given as nested mappings."""
     for name, value in flatten(tree).items():
-        for text in value if isinstance(value, list) else [value]:
-            if name in PATHS and isinstance(text, str) and (problem := path_problem(text)) is not None:
+        each = value if isinstance(value, list) else [value]
+        yield from check_paths({name: {str(n): part for n, part in enumerate(each) if isinstance(part, Mapping)}})
+        for text in each:
+            known = re.sub(r"mixture\.\d+", "train", name) in PATHS
+            if known and isinstance(text, str) and (problem := path_problem(text)) is not None:
                 yield f"{name}: {problem}"
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             yield f"{name}: {value} names the home folder of a user unknown to this machine; write out the path"
