@@ -237,6 +237,19 @@ def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
         yield pairs
 
 
+def reads_answers(names: Sequence[str]) -> bool:
+    """Return True if the code of one of these rewards has the name ``extracted``, a sample's answer.
+
+    Raises:
+        ValueError: an unknown reward.
+    """
+    functions = [inspect.unwrap(function) for function in find_rewards(names)]
+    code = [getattr(f, "__code__", getattr(type(f).__call__, "__code__", None)) for f in functions]
+    for each in code:  # grows by the functions within
+        code += [constant for constant in getattr(each, "co_consts", ()) if isinstance(constant, CodeType)]
+    return any("extracted" in getattr(each, "co_names", ()) for each in code)
+
+
 def _instructions(code: CodeType) -> str:
     """Return a function's instructions, names and constants as text, equal in every process."""
 

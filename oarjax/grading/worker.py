@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import traceback
@@ -35,8 +36,6 @@ TICK = 0.5  # seconds between two looks at the clock of an async call
 
 WORST: tuple[Verdict, ...] = ("crash", "timeout", "ungraded", "unparseable", "graded")
 """Verdicts from worst to best; a sample gets the worst of its rewards' verdicts."""
-
-NO_NUMBER = "the reward returned None or NaN, which leaves the completion ungraded; return 0 to add nothing"
 
 Graded = tuple[float, "Verdict", str]
 """Value, verdict and note of one reward for one sample; NaN unless the verdict is graded or unparseable."""
@@ -89,7 +88,7 @@ def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, patte
         return _reply([math.nan] * len(rewards), sample, *failure[1:])
     values, verdicts, notes = zip(
         *(
-            graded(lambda function=function: function(sample), function)
+            graded(lambda function=function: function(sample), function, named=True)
             if not sample.rewards or sample.asks(name_of(function))
             else SKIPPED
             for function in rewards
@@ -132,7 +131,7 @@ def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Asy
     waits = is_async(function) or is_async(getattr(function, "func", None))  # with settings bound
     if per == "sample" and not waits:
         for place, sample in enumerate(samples):
-            emit(place, graded(lambda sample=sample: function(sample)))
+            emit(place, graded(lambda sample=sample: function(sample), function))
     elif per == "sample":
         asyncio.run(_in_flight(function, samples, limits, emit))
     else:
@@ -140,15 +139,15 @@ def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Asy
         try:
             values = asyncio.run(_before(function(whole), limits.deadline)) if waits else function(whole)
             values = list(values)
-            if len(values) != len(whole):
-                raise ValueError(f"{len(values)} values for {len(whole)} samples; return one per sample")
         except (Exception, SystemExit) as error:
-            outcome = _failure(error)
-            for place in range(len(whole)):
-                emit(place, outcome)
-            return
-        for place, value in enumerate(values):
-            emit(place, graded(lambda value=value: value))
+            outcomes = [_failure(error, function)] * len(whole)
+        else:
+            outcomes = [graded(lambda value=value: value, function) for value in values]
+            if len(values) != len(whole):
+                count = f"returned {len(values)} values for {len(whole)} samples; return one per sample"
+                outcomes = [(math.nan, "crash", f"{_subject(function)}{count}")] * len(whole)
+        for place, outcome in enumerate(outcomes):
+            emit(place, outcome)
 
 
 async def _in_flight(function: Reward, samples: Sequence[Sample], limits: AsyncLimits, emit: Emit) -> None:
@@ -159,9 +158,9 @@ async def _in_flight(function: Reward, samples: Sequence[Sample], limits: AsyncL
             try:
                 value = await _before(function(sample), limits.deadline)
             except Exception as error:
-                emit(place, _failure(error))
+                emit(place, _failure(error, function))
             else:
-                emit(place, graded(lambda: value))
+                emit(place, graded(lambda: value, function))
 
     await asyncio.gather(*(ask(place, sample) for place, sample in enumerate(samples)))
 
@@ -186,40 +185,47 @@ async def _before(waiting: Any, deadline: float) -> Any:
             await asyncio.wait({task})
 
 
-def graded(call: Callable[[], Any], function: Reward | None = None) -> Graded:
+def graded(call: Callable[[], Any], function: Reward, *, named: bool = False) -> Graded:
     """Return value, verdict and note of a call; a value that is not a finite number becomes NaN.
 
-    ``function``: the reward that the note names, where it is not named elsewhere.
+    ``named``: the note names the reward, which a label names otherwise.
     """
     try:
         value = call()
         value = math.nan if value is None else float(value)
     except (Exception, SystemExit) as error:  # the reward may be custom; includes MemoryError and RecursionError
-        return _failure(error, function)
+        return _failure(error, function, named=named)
+    if math.isfinite(value):
+        return value, "graded", ""
+    who = _subject(function, named=named)
     if math.isinf(value):
-        return math.nan, "crash", f"{'the reward' if function is None else _named(function)} returned {value}"
-    return (math.nan, "ungraded", NO_NUMBER) if math.isnan(value) else (value, "graded", "")
+        return math.nan, "crash", f"{who}returned {value}"
+    return math.nan, "ungraded", f"{who}returned None or NaN: not graded; return 0 to add nothing"
 
 
-def _failure(error: BaseException, function: Reward | None = None) -> Graded:
+def _failure(error: BaseException, function: Reward, *, named: bool = False) -> Graded:
     """Return value, verdict and note of a sample whose reward raised."""
     if isinstance(error, Unparseable):
         return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
     if isinstance(error, TimeoutError):
         return math.nan, "timeout", str(error)[:500] or "no verdict within the deadline"
-    who = "" if function is None else f"{_named(function, error)} raised "
-    return math.nan, "crash", f"{who}{type(error).__name__}: {str(error)[:500]}"
+    who = _subject(function, error, named=named)
+    return math.nan, "crash", f"{who}raised {type(error).__name__}: {str(error)[:500]}"
 
 
-def _named(function: Reward, error: BaseException | None = None) -> str:
-    """Return a reward's name and file, with its last line that ran before an error."""
-    inner = getattr(function, "func", function)  # of a partial application
-    name, code = name_of(function), getattr(inner, "__code__", None)
+def _subject(function: Reward, error: BaseException | None = None, *, named: bool = False) -> str:
+    """Return the words before what a reward did: its name if asked, its file, its last line that ran before an error.
+
+    Without a name and a file, as of a built-in reward whose note has a label, there are none.
+    """
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a partial application
+    name, code = name_of(function), getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
     if code is None or inner.__module__.startswith("oarjax."):
-        return f"reward {name!r}"
+        return f"reward {name!r} " if named else ""
     frames = traceback.extract_tb(None if error is None else error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f"reward {name!r} ({code.co_filename}, line {lines[-1] if lines else code.co_firstlineno})"
+    where = f"{code.co_filename}, line {lines[-1] if lines else code.co_firstlineno}"
+    return f"reward {name!r} ({where}) " if named else f"{where}, "
 
 
 def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -254,7 +254,7 @@ WARNINGS = (
         "truncated",
         above,
         0.2,
-        "{now:.0%} of completions were cut at rollout.max_new (more than {limit:.0%}) and have no answer to grade: "
+        "{now:.0%} of completions were cut at rollout.max_new (more than {limit:.0%}) and graded without their end: "
         "raise rollout.max_new, or set grading.overlong_window so that length is penalised before the cut",
     ),
     Rule(
@@ -278,8 +278,9 @@ WARNINGS = (
         "no_answer",
         above,
         0.5,
-        "{now:.0%} of completions have no answer in the style of credit.answer.style, so their tokens keep weights of "
-        "1: check the style against completions.jsonl, or ask for it in data.prompt_format",
+        "{now:.0%} of completions have no answer in the style of credit.answer.style: rewards find none to compare, "
+        "and credit leaves their tokens at weights of 1; check the style against completions.jsonl, or ask for it in "
+        "data.prompt_format",
     ),
     Rule(
         "sampler_gap",
@@ -342,13 +343,16 @@ WARNINGS = (
     ),
 )
 """Every warning and its limit. See ``oarjax.step.metrics`` for the metrics that begin with nonfinite/."""
+OF_ANSWERS = ("no_answer",)
+"""Metrics whose warnings do not apply where neither rewards nor credit read answers."""
 
 
 class OnceWarnings:
-    """Print each warning only the first time it applies."""
+    """Print each warning only the first time it applies; those about answers where ``answers`` are read."""
 
-    def __init__(self, console: Console, rules: Sequence[Rule] = WARNINGS):
-        self._console, self._rules = console, rules
+    def __init__(self, console: Console, *, answers: bool = True):
+        self._console = console
+        self._rules = [rule for rule in WARNINGS if answers or rule.metric not in OF_ANSWERS]
         self._first: dict[str, float] = {}
         self._printed: set[str] = set()
 

@@ -17,6 +17,7 @@ from oarjax.config.learning import AdvantageConfig
 from oarjax.data.mixture import draw_share
 from oarjax.data.problems import Problem
 from oarjax.data.streams import Encoded
+from oarjax.grading.grader import reads_answers
 from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params, without_adapters
@@ -77,7 +78,8 @@ def train(
     share = None if difficulty is None else drawn_shares(history, difficulty)
     stream, lagged = outside.recorded or run.prompts(share), None
     stream = PromptsAhead(stream) if cfg.update.lag else stream
-    timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
+    answers = cfg.credit.method != "uniform" or reads_answers([reward.name for reward in cfg.grading.rewards])
+    timer, warnings, stop = PhaseTimer(), OnceWarnings(console, answers=answers), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
         warnings.check_sampling(
@@ -185,7 +187,7 @@ def train(
             if iteration < cfg.iterations and (iteration == 1 or iteration % max(10, cfg.iterations // 10) == 0):
                 show_completions(console, iteration, rows[:1])
             warnings.check(iteration, metrics)
-            _explain_crashes(done.grades, warnings)
+            explain_grades(done.grades, warnings)
             if lagged is not None:
                 lagged.settle()  # a checkpoint needs what is drawn ahead on the disk
             stopping = stop.asked()
@@ -265,22 +267,21 @@ def _due(iteration: int, last: int, *, every: int) -> bool:
     return iteration == last or (every > 0 and iteration % every == 0)
 
 
-def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
-    """Warn once about the exceptions of a reward. If every completion crashed, stop: nothing can be learned.
+def explain_grades(grades: Grades, warnings: OnceWarnings) -> None:
+    """Warn once a run about a reward's exceptions, and about one that returns no number.
 
     Raises:
-        GraderError: every completion crashed; quotes the first exception.
+        GraderError: every completion crashed, so that nothing can be learned; quotes the first exception.
     """
-    crashes = [note for verdict, note in zip(grades.verdicts, grades.notes) if verdict == "crash"]
-    if not crashes:
-        return
-    if len(crashes) == len(grades.verdicts):
-        raise GraderError(
-            f"grading crashed on every completion, first with: {crashes[0]}; fix the reward and run it again"
-        )
-    warnings.say(
-        "crash", f"grading crashed on {len(crashes)} of {len(grades.verdicts)} completions, first with: {crashes[0]}"
-    )
+    for verdict, what in (("crash", "grading crashed on"), ("ungraded", "rewards gave no number for")):
+        notes = [note for given, note in zip(grades.verdicts, grades.notes) if given == verdict]
+        if notes and verdict == "crash" and len(notes) == len(grades.verdicts):
+            raise GraderError(
+                f"grading crashed on every completion, first with: {notes[0]}; fix the reward and run it again"
+            )
+        if notes:
+            said = f"{what} {len(notes)} of {len(grades.verdicts)} completions, first with: {notes[0]}"
+            warnings.say(f"grades/{verdict}", said)
 
 
 class _StoppedWithin(Exception):

@@ -12,11 +12,14 @@ from rich.console import Console
 from oarjax.config.loading import parse_config
 from oarjax.credit.record import MEASURES
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.grading.pool import GraderError
 from oarjax.report.console import WARNINGS, OnceWarnings
 from oarjax.run.run import open_run
 from oarjax.storage.bad_batches import read_bad_batch, read_params
 from oarjax.training import health as module
 from oarjax.training.health import Health, UnhealthyRun
+from oarjax.training.trainer import explain_grades
+from oarjax.types import Grades
 
 # --- Warnings --------------------------------------------------------------------------------------------------------
 
@@ -66,6 +69,23 @@ def test_a_warning_says_once_what_to_change(metrics, says):
     assert text.startswith("iteration 2: ")
     assert warnings.check(3, metrics) == []
     assert told(warnings).count("warning:") == 1
+
+
+def test_answers_that_nobody_reads_are_no_warning():
+    assert OnceWarnings(Console(file=io.StringIO()), answers=False).check(1, {"no_answer": 0.9}) == []
+
+
+def test_a_reward_that_gives_no_number_is_told_once_with_its_first_note():
+    warnings, nan = once(), np.full(3, np.nan, np.float32)
+    for first in ("mine: mine.py, line 3, returned None", "mine: mine.py, line 3, raised KeyError: 'x'"):
+        grades = Grades(nan, {}, ["graded", "ungraded", "crash"], [None] * 3, ["", first, first])
+        explain_grades(grades, warnings)
+    assert told(warnings).count("warning:") == 2
+    assert "rewards gave no number for 1 of 3 completions, first with: mine: mine.py, line 3, returned" in told(
+        warnings
+    )
+    with pytest.raises(GraderError, match="grading crashed on every completion, first with: mine"):
+        explain_grades(Grades(nan[:1], {}, ["crash"], [None], [first]), warnings)
 
 
 def test_limits_are_where_the_table_says():
