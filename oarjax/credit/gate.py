@@ -153,7 +153,8 @@ def reshape(
 
     Args:
         advantages: A of each row, as ``group_advantages`` gives them.
-        weights: of each token; a negative one turns the sign of its token's advantage. The trainer refuses those.
+        weights: of each token; a negative one turns the sign of its token's advantage. A run refuses a
+            custom method whose weights are negative in its trial, and later counts such rows and warns.
         completion: generated tokens, ``Rollout.completion``.
     """
     return jnp.where(completion, jax.lax.stop_gradient(weights) * advantages[:, None], 0)

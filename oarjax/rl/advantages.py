@@ -34,14 +34,14 @@ class PastRewards(NamedTuple):
 
 def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
     """Mark groups without a learning signal: all graded rewards equal, or fewer than two graded. NaN = not graded."""
-    grouped = grouped_rewards(rewards, group_size)
+    grouped = grouped_rewards(rewards, group_size, of="zero_variance_groups")
     graded = ~jnp.isnan(grouped)
     return masked_max(grouped, graded) <= masked_min(grouped, graded)
 
 
 def zero_advantage_groups(advantages: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
     """Mark groups without a learning signal by their advantages: all of them 0."""
-    return jnp.all(grouped_rewards(advantages, group_size) == 0, axis=-1)
+    return jnp.all(grouped_rewards(advantages, group_size, of="zero_advantage_groups") == 0, axis=-1)
 
 
 @checked
@@ -70,7 +70,7 @@ def group_advantages(
         ArgumentError: an argument does not fit the signature.
         ValueError: the number of rewards is not a multiple of group_size.
     """
-    grouped = widened(grouped_rewards(rewards, group_size))
+    grouped = widened(grouped_rewards(rewards, group_size, of="group_advantages"))
     graded = ~jnp.isnan(grouped)
     centred = grouped - masked_mean(grouped, graded)[:, None]
     if scale == "group":
@@ -99,7 +99,7 @@ def leave_one_out_advantages(
     Raises:
         ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
     """
-    grouped = widened(grouped_rewards(rewards, group_size))
+    grouped = widened(grouped_rewards(rewards, group_size, of="leave_one_out_advantages"))
     graded = ~jnp.isnan(grouped)
     others = masked_count(graded)[:, None] - 1
     baseline = (masked_sum(grouped, graded)[:, None] - grouped) / jnp.maximum(others, 1)
@@ -244,11 +244,11 @@ def reward_after_kl(
     return rewards - beta * masked_sum(widened(behaviour_logps) - widened(ref_logps), mask)
 
 
-def grouped_rewards(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:
-    """Return the rewards with a row per group."""
+def grouped_rewards(rewards: Float[Array, "B"], group_size: int, *, of: str) -> Float[Array, "P G"]:
+    """Return the rewards with a row per group; an error names ``of``, the function that was called."""
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(
-            f"rewards: {rewards.shape[0]} rows are not whole groups of {group_size}; pad the last group with NaN"
+            f"{of}: rewards: {rewards.shape[0]} rows are not whole groups of {group_size}; pad the last group with NaN"
         )
     return rewards.reshape(-1, group_size)
 

@@ -184,7 +184,9 @@ def test_advantages_follow_their_rows(rewards, scale, seed):
 
 
 def test_ragged_groups_are_refused():
-    with pytest.raises(ValueError, match="7 rows are not whole groups of 4; pad the last group with NaN"):
+    with pytest.raises(
+        ValueError, match=r"^group_advantages: rewards: 7 rows are not whole groups of 4; pad the last group with NaN"
+    ):
         group_advantages(jnp.zeros(7), group_size=4)
 
 
