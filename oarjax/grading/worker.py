@@ -140,7 +140,7 @@ def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Asy
             values = asyncio.run(_before(function(whole), limits.deadline)) if waits else function(whole)
             values = list(values)
         except (Exception, SystemExit) as error:
-            outcomes = [_failure(error, function)] * len(whole)
+            outcomes: list[Graded] = [_failure(error, function)] * len(whole)
         else:
             outcomes = [graded(lambda value=value: value, function) for value in values]
             if len(values) != len(whole):

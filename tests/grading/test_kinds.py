@@ -115,7 +115,7 @@ def test_a_bad_call_costs_its_own_samples(plugin):
     samples = [sample(f"#### {n} {word}", group) for group, word in enumerate([*bad, ""]) for n in range(2)]
     grades = graded(plugin, [("kinds_best", 1.0)], samples)
     assert grades.verdicts == [v for v in ("timeout", "crash", "crash", "crash", "graded") for _ in range(2)]
-    np.testing.assert_array_equal(grades.rewards, np.float32([np.nan] * 8 + [0, 1]))
+    np.testing.assert_array_equal(grades.rewards, np.array([np.nan] * 8 + [0, 1], np.float32))
     for row, note in (
         (0, "within 1 s"),
         (2, "exit code 3"),
@@ -139,7 +139,7 @@ def test_a_call_that_forks_or_forges_moves_no_value_to_another_call(plugin):
     samples = [sample(f"{word} #### {n}", group) for group, word in enumerate(words) for n in range(2)]
     grades = graded(plugin, [("kinds_best", 1.0)], samples)
     values = [np.nan if word == "FORGE" else n for word in words for n in range(2)]
-    np.testing.assert_array_equal(grades.rewards, np.float32(values))
+    np.testing.assert_array_equal(grades.rewards, np.array(values, np.float32))
     assert grades.verdicts == ["crash" if word == "FORGE" else "graded" for word in words for n in range(2)]
 
 
@@ -166,7 +166,7 @@ def test_unknown_settings_and_kinds_are_refused(unchecked):
     with pytest.raises(ValueError, match="exact has no setting n; it has none"):
         Grader([("exact", 1.0)], settings={"exact": {"n": 2}})
     with pytest.raises(ValueError, match="per must be sample, batch or group, got 'row'"):
-        reward("kinds_wrong", per="row")
+        reward("kinds_wrong", per="row")  # pyright: ignore[reportArgumentType]
 
 
 # --- Callables of this process ---------------------------------------------------------------------------------------
@@ -209,9 +209,11 @@ def test_a_sample_is_graded_by_the_rewards_that_it_names(plugin):
     rows = [replace(sample(f"#### {n}"), answer="5", rewards=names) for n, names in enumerate(asked)]
     with local_rewards([("exact", 1.0), ("kinds_best", 10.0), (breaks, 1.0)]) as pairs:
         grades = graded(plugin, pairs, rows)
-    np.testing.assert_array_equal(grades.rewards, np.float32([0, 0, np.nan, 10, np.nan, 1]))
-    np.testing.assert_array_equal(grades.per_reward["kinds_best"], np.float32([np.nan, 0, np.nan, 1, 2, np.nan]))
-    np.testing.assert_array_equal(grades.per_reward["exact"], np.float32([0, np.nan, np.nan, 0, 0, 1]))
+    np.testing.assert_array_equal(grades.rewards, np.array([0, 0, np.nan, 10, np.nan, 1], np.float32))
+    np.testing.assert_array_equal(
+        grades.per_reward["kinds_best"], np.array([np.nan, 0, np.nan, 1, 2, np.nan], np.float32)
+    )
+    np.testing.assert_array_equal(grades.per_reward["exact"], np.array([0, np.nan, np.nan, 0, 0, 1], np.float32))
     assert grades.verdicts == ["graded", "graded", "crash", "graded", "crash", "graded"]
     assert grades.answers == list("012345")
 
@@ -267,7 +269,7 @@ def test_recorded_verdicts_of_a_judge_are_not_asked_for_again(tmp_path):
 
     def run(count):
         with Grader([(name, 1.0)], plugins=[str(file)], workers=1) as grader:
-            failures = Failures("stop", lambda text: None)
+            failures = Failures("stop", lambda *_: None)
             recorded = RecordedGrader(
                 grader, tmp_path / "verdicts", setup="s", failures=failures, say=lambda text: None
             )

@@ -202,4 +202,4 @@ def test_overlong_penalty_hand_worked():
 
 def test_an_unknown_scale_is_named():
     with pytest.raises(ValueError, match="scale must be group, batch or none, got 'nonsense'"):
-        group_advantages(REWARDS, group_size=4, scale="nonsense")
+        group_advantages(REWARDS, group_size=4, scale="nonsense")  # pyright: ignore[reportArgumentType]

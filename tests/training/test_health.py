@@ -162,6 +162,7 @@ def test_a_skipped_update_is_kept_with_all_that_replays_it(policy, tmp_path):
 def test_a_row_of_skipped_updates_stops_the_run(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=3, bad_batches=2)
     shares = [1, 1, 0, 1, 1, 1]  # a sound update in between begins the count anew
+    stopped = None
     for n, share in enumerate(shares, 1):
         health(unsound.phase_record(n, loss=share))
         stopped = health.after(n)
