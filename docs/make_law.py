@@ -19,7 +19,7 @@ from oarjax.report.colours import LIGHT, styles
 
 HERE = Path(__file__).resolve().parent
 LEAST, MOST = 0.05, 8.0
-ACROSS = 4
+ACROSS = 3
 MARGIN = 0.25
 MARKERS = ("o", "s", "^", "D", "v")
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Draw every file, a panel each."""
     files = sorted((HERE / "data").glob("law_*.json"))
     rows = -(-len(files) // ACROSS)
-    figure = Figure(figsize=(4.4 * ACROSS, 5.0 * rows), dpi=90, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(2.9 * ACROSS, 3.2 * rows + 0.6), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     held = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     names = list(dict.fromkeys(method["name"] for each in held for method in each["gradients"]["methods"]))
@@ -43,7 +43,7 @@ def main() -> None:
         axis.remove()
     marks = {mark.get_label(): mark for axis in axes[: len(files)] for mark in axis.get_legend_handles_labels()[0]}
     figure.legend(
-        marks.values(), marks.keys(), loc="outside lower center", ncols=min(len(marks), 9), frameon=False, fontsize=8
+        marks.values(), marks.keys(), loc="outside lower center", ncols=min(len(marks), 5), frameon=False, fontsize=8
     )
     figure.savefig(HERE / "law.png")
 
