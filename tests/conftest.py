@@ -74,6 +74,12 @@ def json_lines(program: str, *arguments: str, devices: int, quick: bool = False,
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests behind the others, so that a session of both runs each kind as a session of its own would."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
 class Stopped(Exception):
     pass
 
