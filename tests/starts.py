@@ -20,6 +20,9 @@ from typing import Any
 SERVER = """
 import json, os, signal, sys
 import oarjax.cli, oarjax.evaluate.command, oarjax.training.command
+from oarjax.system import devices
+
+devices.CACHED_FROM = 0.0  # a micro run is started many times, and most of its programs compile sooner than is kept
 
 def fork(asked):
     number = os.fork()

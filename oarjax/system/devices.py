@@ -71,6 +71,7 @@ def choose_platform(wanted: str) -> str:
     return platform
 
 
+CACHED_FROM = 0.2  # seconds of compilation; quicker programs are compiled again
 THREADS = "NPROC"
 """Environment variable that sets the number of threads of XLA's CPU client."""
 
@@ -123,7 +124,7 @@ def use_compilation_cache(folder: str | None) -> Path | None:
         raise DeviceError(f"compilation_cache: cannot write to {path}: {error}; set another folder or null") from error
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_FROM)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     own = cache_on_every_process(path)
     remove_broken_entries(own)
