@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -244,15 +244,12 @@ def document(
     *,
     cache: Path,
 ) -> dict[str, Any]:
-    """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
-    model, s, credit = QwenConfig.from_hf(fields), shapes_of(cfg), find_credit(cfg.credit)
-    chips, work_of_step = where.devices * max(cfg.mesh.slice, 1), largest_work(model, cfg, credit)
-    turns = 1 if cfg.rollout.environment is None else cfg.rollout.environment.turns
+    """Return the plan for JSON of what was compiled; the optimized programs are in the ``cache``."""
+    model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
+    chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
-    rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
-    slots = mean_slots(rows)
-    evaluated = None if cfg.data.eval is None else evaluation_plan(s, cfg.rollout, cfg.eval, blocks=chips // tensor)
+    slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor))
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
@@ -282,6 +279,25 @@ def document(
                 read=read(phase, result),
             )
         )
+    made = {"mesh": mesh, "versions": results[0]["versions"], "resident": there, "phases": phases}
+    return whole_of(name, cfg, where, fields, made)
+
+
+def turns_of(cfg: Config) -> int:
+    """Return the turns of a completion at most."""
+    return 1 if cfg.rollout.environment is None else cfg.rollout.environment.turns
+
+
+def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan of phases: the step, and remedies for those that do not fit.
+
+    ``made`` has ``phases``, and their ``mesh``, ``versions`` and ``resident``.
+    """
+    model, s, credit = QwenConfig.from_hf(fields), shapes_of(cfg), find_credit(cfg.credit)
+    chips, work_of_step = where.devices * max(cfg.mesh.slice, 1), largest_work(model, cfg, credit)
+    phases, tensor = made["phases"], cfg.rollout.tensor or made["mesh"]["tensor"]
+    rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
+    evaluated = None if cfg.data.eval is None else evaluation_plan(s, cfg.rollout, cfg.eval, blocks=chips // tensor)
     fits = all(p["fits"] for p in phases)
     own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
     whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg, experts=model.experts is not None))
@@ -294,15 +310,15 @@ def document(
         "slices": max(cfg.mesh.slice, 1),
         "chips": chips,
         "chip": asdict(where.chip),
-        "mesh": mesh,
-        "versions": results[0]["versions"],
+        "mesh": made["mesh"],
+        "versions": made["versions"],
         "remat": cfg.policy.remat,
         "attention": "splash" if cfg.policy.attention == "auto" else cfg.policy.attention,
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
         "prompts": prompt_costs(model, s, work_of_step, credit),
-        "again": again_costs(turns, model, s, work_of_step),
-        "resident": there,
+        "again": again_costs(turns_of(cfg), model, s, work_of_step),
+        "resident": made["resident"],
         "phases": phases,
         "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,
         "expected": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),

@@ -69,6 +69,7 @@ def test_planned_figures():
     made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
     page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"])
     assert page == (ROOT / "docs/plans.md").read_text()
+    assert json.loads(json.dumps(made["renewed"](PLANS[-1]))) == PLANS[-1]
     plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
     assert set(plans) == {p.name for p in SHIPPED}
     for name, found in plans.items():
