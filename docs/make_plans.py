@@ -3,6 +3,7 @@
 python docs/make_plans.py CONFIG...            compiles the programs of these configs for their slices
 python docs/make_plans.py --phases=sample,apply CONFIG...    compiles these phases alone, and keeps the others
 python docs/make_plans.py --check CONFIG...    lowers them alone, and marks phases whose programs are others by now
+python docs/make_plans.py --served             compiles sampling as a public benchmark has it, for docs/data/served.json
 python docs/make_plans.py                      writes page and headers from the numbers that are there
 
 A CONFIG is a name such as qwen3-4b_v6e-16. The other plans stay as they are, and the page says from which commit each
@@ -27,7 +28,11 @@ from oarjax.tools.plan.command import compile_apart, phases_of, plan, topology_o
 from oarjax.tools.plan.table import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE, PAGE = Path("docs/data/plans.json"), Path("docs/plans.md")
+FILE, SERVED, PAGE = Path("docs/data/plans.json"), Path("docs/data/served.json"), Path("docs/plans.md")
+AS_SERVED = (  # 256 requests at once, each with a prompt of its own
+    "policy.path=Qwen/Qwen3-8B plan.topology=v6e-4 mesh.fsdp=4 data.max_prompt=1024 rollout.prompts=256 "
+    "rollout.group_size=1 rollout.max_new=1024 advantage.method=batch advantage.scale=batch"
+)
 CACHE, TIMEOUT = "~/.cache/oarjax/tools/plan", 3600
 COMMAND = "python docs/make_plans.py"
 OLDER = (
@@ -51,6 +56,17 @@ def compiled(name: str, phases: str = "", known: Mapping[str, Any] | None = None
     every = {p["name"]: p for p in [*known["phases"], *made["phases"]]}
     resident = {**known["resident"], **made["resident"]}
     return renewed(made | {"phases": [*every.values()], "resident": resident})
+
+
+def served() -> dict[str, float]:
+    """Plan sampling as a public benchmark has it; return tokens/s per chip and the share of HBM's rate."""
+    cfg = load_config(ROOT / "configs/qwen3-4b_v6e-16.yaml", AS_SERVED.split())
+    fields, where = architecture_fields(cfg.policy.path), topology_of(cfg.plan.topology)
+    work = [("sample", None)]
+    found = plan("served", cfg, where=where, fields=fields, work=work, cache=CACHE, timeout=TIMEOUT, jobs=1)
+    (sample,), s = found["phases"], found["shapes"]
+    rate = s["rows"] * s["completion"] / sample["seconds_expected"] / found["chips"]
+    return {"tokens_per_chip": rate, "hbm": sample["hbm_expected"]}
 
 
 def lowered(name: str, phase: str) -> dict[str, Any]:
@@ -96,7 +112,8 @@ def write(plans: list[dict[str, Any]]) -> None:
     """Write numbers, page and headers."""
     plans = [renewed(found) for found in plans]
     (ROOT / FILE).write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-    (ROOT / PAGE).write_text(markdown(plans, numbers=FILE, command=COMMAND), encoding="utf-8")
+    beside = json.loads((ROOT / SERVED).read_text(encoding="utf-8"))
+    (ROOT / PAGE).write_text(markdown(plans, numbers=FILE, command=COMMAND, served=beside), encoding="utf-8")
     for found in plans:
         path, summary = ROOT / found["config"], headline(found)
         text = path.read_text(encoding="utf-8")
@@ -110,6 +127,8 @@ def main(arguments: list[str]) -> int:
     """Make the plans of the configs named anew, or check them; keep the others."""
     names = [each for each in arguments if not each.startswith("--")]
     phases = next((each.removeprefix("--phases=") for each in arguments if each.startswith("--phases=")), "")
+    if "--served" in arguments:
+        (ROOT / SERVED).write_text(json.dumps(served(), indent=1) + "\n", encoding="utf-8")
     plans = {Path(found["config"]).stem: found for found in json.loads((ROOT / FILE).read_text(encoding="utf-8"))}
     write([*plans.values()])
     for name in names:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from oarjax.config.learning import EnvironmentConfig
 from oarjax.config.loading import load_config
 from oarjax.config.schema import Config
 from oarjax.credit.registry import choices
@@ -246,7 +247,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the plan for JSON of what was compiled; the optimized programs are in the ``cache``."""
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
-    chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg)
+    chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg.rollout.environment)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
     slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor))
@@ -283,9 +284,9 @@ def document(
     return whole_of(name, cfg, where, fields, made)
 
 
-def turns_of(cfg: Config) -> int:
+def turns_of(environment: EnvironmentConfig | None) -> int:
     """Return the turns of a completion at most."""
-    return 1 if cfg.rollout.environment is None else cfg.rollout.environment.turns
+    return 1 if environment is None else environment.turns
 
 
 def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
         "prompts": prompt_costs(model, s, work_of_step, credit),
-        "again": again_costs(turns_of(cfg), model, s, work_of_step),
+        "again": again_costs(turns_of(cfg.rollout.environment), model, s, work_of_step),
         "resident": made["resident"],
         "phases": phases,
         "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,
@@ -325,7 +326,12 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         "expected_fused": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "fused"), None),
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
-        "notes": notes(cfg, phases),
+        "notes": notes(
+            phases,
+            rows=s.rows,
+            evaluated=0 if cfg.data.eval is None else cfg.eval.batch * cfg.eval.samples,
+            cued=cfg.credit.answer.source == "reference",
+        ),
         "starting": starting_of(cfg.rollout, rows, where, phases, evaluated=evaluated),
     }
     seconds = None if found["step"] is None else found["step"]["seconds_expected"]
@@ -343,13 +349,15 @@ LEARNING = ("score", "update", "fused")
 GATHERS = ("all-gather", "collective-permute")
 
 
-def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
-    """Note what a reader should know besides the numbers."""
+def notes(phases: Sequence[dict[str, Any]], *, rows: int, evaluated: int, cued: bool) -> list[str]:
+    """Note what a reader should know besides the numbers.
+
+    A step has so many ``rows``, an evaluation's batch so many ``evaluated``; ones ``cued`` are scored with a cue.
+    """
     found = []
-    if cfg.credit.answer.source == "reference":
+    if cued:
         found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
-    evaluated, rows = cfg.eval.batch * cfg.eval.samples, shapes_of(cfg).rows
-    if cfg.data.eval is not None and evaluated > rows:
+    if evaluated > rows:
         found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
     for p in phases:
         sent = p.get("sent", {})

@@ -48,3 +48,14 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
             cells += [f"{speed:,.0f}", f"{share:.0%}"]
         lines.append("| " + " | ".join([*cells, DECODING.get(found["chip"]["name"], "")]) + " |")
     return lines
+
+
+def served_line(served: Mapping[str, Any]) -> str:
+    """Set the sampler's plan for the requests of a serving benchmark beside what an engine was measured at."""
+    return (
+        "The same requests in a plan and in a measurement: Qwen3-8B in bfloat16 on a v6e-4, 256 requests of 1,024 + "
+        "1,024 tokens at once, prefill included. sglang-jax measured 7,571.84 tokens/s, 1,893 per chip (its "
+        "[benchmark](https://github.com/sgl-project/sglang-jax/blob/main/docs/performance/qwen3_benchmark.md) of 12 "
+        f"September 2025); this sampler's plan expects {served['tokens_per_chip']:,.0f} per chip, at "
+        f"{served['hbm']:.0%} of HBM's rate."
+    )

@@ -12,7 +12,7 @@ from oarjax.costs import Number
 from oarjax.system.chips import GIB
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
 from oarjax.tools.plan.overlap import describe_overlap
-from oarjax.tools.plan.public import public_table
+from oarjax.tools.plan.public import public_table, served_line
 from oarjax.tools.plan.roofline import Reached
 from oarjax.tools.plan.starting import starting_table
 
@@ -261,8 +261,17 @@ def commits_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None, command: str | None = None) -> str:
-    """Write the page of all plans; ``numbers`` is the file that holds them as JSON, ``command`` what wrote it."""
+def markdown(
+    plans: Sequence[dict[str, Any]],
+    *,
+    numbers: Path | None = None,
+    command: str | None = None,
+    served: Mapping[str, Any] | None = None,
+) -> str:
+    """Write the page of all plans; ``numbers`` is the file that holds them as JSON, ``command`` what wrote it.
+
+    ``served`` is a plan of what an engine was measured at, see ``served_line``.
+    """
     versions = plans[0]["versions"]
     beside = "" if numbers is None else f" --json {numbers}"
     command = command or f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
@@ -283,6 +292,7 @@ def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None, co
     lines += ["", "## Whose programs", "", *commits_table(plans)]
     lines += ["", "## Until the first iteration", "", *starting_table(plans)]
     lines += ["", "## Beside public figures", "", *public_table(plans)]
+    lines += [] if served is None else ["", served_line(served)]
     for found in plans:
         lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
         names = columns_of(found)

@@ -35,7 +35,7 @@ def test_there_are_configs_for_real_runs():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_a_shipped_config_and_its_plan(path):
     cfg, header = load_config(path), re.match(r"(?:#.*\n)+", path.read_text())
-    where = find_slice(cfg.plan.topology)
+    where = find_slice(cfg.plan.topology or "")
     fixed = math.prod(n for n in cfg.mesh.model_dump().values() if n != -1)
     assert fixed == where.chips or (cfg.mesh.data == -1 and where.chips % fixed == 0)
     model = QwenConfig.from_hf(architecture_fields(cfg.policy.path))
@@ -67,7 +67,8 @@ def test_a_shipped_config_and_its_plan(path):
 def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
     made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
-    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"])
+    served = json.loads((ROOT / made["SERVED"]).read_text())
+    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=served)
     assert page == (ROOT / "docs/plans.md").read_text()
     assert json.loads(json.dumps(made["renewed"](PLANS[-1]))) == PLANS[-1]
     plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
