@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,9 @@ from oarjax.errors import ConfigError
 from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, visible
 from oarjax.run.run import open_run
+from oarjax.system.json import to_json
 from oarjax.tools.lab.completions import sample_completions, saved_completions
+from oarjax.tools.lab.episodes import measure_episodes, print_episodes, write_episodes
 from oarjax.tools.lab.lab import run_lab
 from oarjax.tools.lab.minibatch_gradients import measure_gradients
 from oarjax.tools.lab.page import write_lab_page
@@ -37,6 +39,19 @@ def run(
     gradients: bool = False,
 ) -> None:
     cfg = load_config(config, overrides)
+    if cfg.rollout.environment is not None and rollouts is None and not gradients:
+        console = Console(stderr=True, quiet=True) if as_json else make_console()
+        check_policy(cfg.policy.path)
+        check_answers(cfg.credit.answer)
+        episodes = measure_episodes(open_run(cfg, console))
+        folder = Path(cfg.run_dir).expanduser()
+        write_episodes(folder, episodes, shown=cfg.lab.shown, html=cfg.report.html)
+        if as_json:
+            print(to_json(asdict(episodes), indent=1))
+        else:
+            print_episodes(console, episodes)
+            console.print(f"written to {folder}", markup=False)
+        return
     saved = None if rollouts is None else read_rollouts(rollouts, form)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     result = measure_credit(cfg, console, saved, gradients=gradients)
@@ -58,7 +73,10 @@ def measure_credit(
         ConfigError: the policy does not exist, or the config extracts no answers or plays episodes.
     """
     if cfg.rollout.environment is not None:
-        raise ConfigError("rollout.environment: the lab reads single turns; set null")
+        raise ConfigError(
+            "rollout.environment: saved rollouts, gradients and credit_lab are of single turns; set null, or run "
+            "oarjax credit without options, which shows episodes turn by turn"
+        )
     check_policy(cfg.policy.path)
     check_answers(cfg.credit.answer)
     run = open_run(cfg, console)

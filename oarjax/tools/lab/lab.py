@@ -37,7 +37,7 @@ from oarjax.tools.lab.programs import LabPrograms, RowProgram, with_method
 from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.tools.lab.values import compare_values
 from oarjax.tools.plan.jaxpr_flops import flop_counter
-from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
+from oarjax.types import AnswerSpan, Grades, Hints, PromptBatch, Rollout
 
 WARM_UP = 2
 """Untimed calls before the timed ones."""
@@ -63,23 +63,32 @@ def completion_rewards(rewards_of: RewardsOf, completions: Completions) -> np.nd
 
 
 def grade_continuations(
-    run: Run, grader: Grading, completions: Completions, rows: Sequence[int], continuations: Sequence[Continuation]
+    submit: Callable[..., Callable[[], Grades]],
+    completions: Completions,
+    rows: Sequence[int],
+    continuations: Sequence[Continuation],
+    *,
+    reward: str,
+    pad_id: int,
 ) -> np.ndarray:
-    """Grade continuations for the rows' problems by the config's first reward, duplicates only once."""
+    """Grade continuations for the rows' problems by a ``reward``, duplicates only once.
+
+    Args:
+        submit: (problems by number, prompts, rollout) -> a function that waits for the grades.
+    """
     keys = [(row, *c.tokens, c.ended) for row, c in zip(rows, continuations)]
     distinct = list(dict.fromkeys(key for key in keys if completions.referenced[key[0]]))
     values: dict[tuple[int, ...], float] = {}
     if distinct:
         ids = [list(key[1:-1]) for key in distinct]
-        tokens, is_token = right_pad(ids, length=max(map(len, ids)), pad_id=run.pad_id)
+        tokens, is_token = right_pad(ids, length=max(map(len, ids)), pad_id=pad_id)
         problem_rows = np.array([key[0] for key in distinct], np.int32)
         zeros = np.zeros(is_token.shape, np.float32)
         ended = np.array([bool(key[-1]) for key in distinct])
         rollout = Rollout(tokens, is_token, is_token, zeros, zeros, ended)  # type: ignore[arg-type]
         numbered = dict(enumerate(completions.problems))
         batch = PromptBatch(tokens[:, :0], is_token[:, :0], problem_rows)  # type: ignore[arg-type]
-        grades = run.submit(grader, numbered, batch, rollout)()
-        values = dict(zip(distinct, grades.per_reward[run.cfg.grading.rewards[0].name].tolist()))
+        values = dict(zip(distinct, submit(numbered, batch, rollout)().per_reward[reward].tolist()))
     return np.array([values.get(key, np.nan) for key in keys], np.float32)
 
 
@@ -164,7 +173,7 @@ def score_methods(
     counters: dict[Any, Callable[..., float]] = {}
     keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
     for number, chosen in enumerate(_batches(len(completions.problems), lab.batch)):
-        part = run.place(take(rollout, chosen), "rows")
+        part = run.place(take(replace(rollout, origin=None), chosen), "rows")
         first, second = (row_keys(key, jnp.asarray(chosen)) for key in keys)
         forward = programs.params, part, take(completions.span, chosen), first
         if number == 0:
@@ -261,7 +270,8 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
     lab = cfg.lab
     methods = {name: changed(cfg.credit, changes) for name, changes in lab.methods.items()}
     exact = changed(cfg.credit, {"method": "oar_p"})
-    rewards_of = partial(grade_continuations, run, grader, completions)
+    graded_by: dict[str, Any] = {"reward": cfg.grading.rewards[0].name, "pad_id": run.pad_id}
+    rewards_of = partial(grade_continuations, partial(run.submit, grader), completions, **graded_by)
     with console.status("oracles: changing tokens and decoding again"):
         rewards = completion_rewards(rewards_of, completions)
         direct, total = oracles(run, programs, rewards_of, completions, rewards)

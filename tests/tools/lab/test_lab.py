@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -154,9 +155,10 @@ def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):
     completions.referenced[1] = False
     with run.grader() as grader:
         found = grade_continuations(
-            run, grader, completions, [0, 0, 1, 2, 0],
+            partial(run.submit, grader), completions, [0, 0, 1, 2, 0],
             [Continuation([5, 6], True), Continuation([5, 6], True), Continuation([5], True), Continuation([5], True),
              Continuation([5, 6, 7, 8], True)],
+            reward=run.cfg.grading.rewards[0].name, pad_id=run.pad_id,
         )  # fmt: skip
     assert len(seen) == 3
     assert [s.tokens for s in seen] == [2, 1, 4]
