@@ -281,6 +281,12 @@ def fields() -> dict[str, Field]:
         "rollout.repetition_penalty": Field(1.2, sample),
         "rollout.stop": Field(["7"], sample),
         "rollout.tensor": Field(7, data, error="rollout.tensor: 7 does not divide the 1 devices"),
+        "rollout.devices": Field(
+            1,
+            data,
+            {"update.lag": 1, "checkpoint.every": 1},
+            error="rollout.devices: 1, and there are 1 devices, of which one at least has to learn",
+        ),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
         "rollout.from": Field(["nowhere.jsonl"], command, error="rollout.from: expected a .jsonl or .parquet file"),

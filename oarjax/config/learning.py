@@ -72,6 +72,11 @@ class RolloutConfig(Section):
     tensor: Positive | None = Field(
         default=None, description="devices that shard one copy of the policy while sampling; null = mesh.tensor"
     )
+    devices: Positive | None = Field(
+        default=None,
+        description="with update.lag: the last so many devices draw while the mesh of the others learns; null = all do "
+        "both in turn",
+    )
     prompt_bucket: Positive = Field(default=64, description="prompts are padded to a multiple of this many tokens")
     completion_bucket: Positive = Field(
         default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"
@@ -371,7 +376,7 @@ class UpdateConfig(Section):
     lag: Count = Field(
         default=0,
         description="iterations by which the policy that draws an iteration's rollouts is older than the one before "
-        "it, so that an engine draws them while others are learned from; 0 = off; see docs/rollouts.md",
+        "it, so that an engine or rollout.devices draw while others are learned from; 0 = off; see docs/rollouts.md",
     )
     fused: Literal["auto", "never"] = Field(
         default="auto",

@@ -66,7 +66,14 @@ def check_outside(
 def check_lag(
     update: UpdateConfig, rollout: RolloutConfig, data: DataConfig, checkpoint: CheckpointConfig
 ) -> Iterator[str]:
-    """Report what rollouts that are drawn before their iteration cannot have."""
+    """Report what rollouts that are drawn before their iteration cannot have, and devices that would draw nothing."""
+    if rollout.devices is not None and rollout.outside is not None:
+        yield f"rollout.devices: {rollout.devices}, and {rollout.outside} draws the rollouts; set one of them"
+    if rollout.devices is not None and update.lag == 0:
+        yield (
+            f"rollout.devices: {rollout.devices}, and without a lag they would draw while the others wait; set "
+            "update.lag=1, or rollout.devices=null"
+        )
     if update.lag == 0:
         return
     where = f"update.lag: {update.lag}"

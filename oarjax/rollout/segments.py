@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,7 +116,6 @@ class SegmentedSampler:
         self._segment, self._slots, self._fewest = min(segment, decoding.max_new), slots, fewest
         self._bucket = cache_step(decoding.max_new, cache_bucket)
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[RowBucket, int]]()
-        self._placed = rows is not None
         self._rows = rows
 
         def jitted(function: Any, out: Any, **options: Any) -> Any:
@@ -132,6 +132,11 @@ class SegmentedSampler:
         self._empty = jax.jit(partial(empty_cache, policy), static_argnums=(0, 1))
         self._take = jax.jit(policy.caches.take)
         self._move = jax.jit(policy.caches.move, donate_argnums=0)
+
+    def elsewhere(self, policy: Policy, rows: NamedSharding) -> SegmentedSampler:
+        """Return the same sampler of a policy on other devices."""
+        sizes = {"segment": self._segment, "cache_bucket": self._bucket, "slots": self._slots, "fewest": self._fewest}
+        return SegmentedSampler(policy, self._decoding, keys_of=self._keys_of, group=self._group, rows=rows, **sizes)
 
     def __call__(
         self,
@@ -270,8 +275,12 @@ class SegmentedSampler:
 
     def _first_cache(self, plan: DecodePlan, *, like: Any) -> Any:
         """Create the empty cache of a rollout, with the sharding of the prompts'."""
-        empty = self._empty(*plan.largest())
-        return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
+        if self._rows is None:
+            return self._empty(*plan.largest())
+        devices = self._rows.device_set
+        with jax.default_device(next(iter(devices))) if len(devices) == 1 else nullcontext():
+            empty = self._empty(*plan.largest())
+        return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like))
 
     def _cache_shapes(self, rows: int, slots: int) -> Any:
         """Describe an empty cache as shapes, with the sharding that the policy gives it."""

@@ -92,7 +92,7 @@ class Spent(NamedTuple):
     attended: float = 0.0
     slots_read: float = 0  # slots of the rows' own caches, step by step
     redrawn: float = 0  # rows drawn again because the record of their batch was not complete
-    syncing: float = 0.0  # seconds in which an engine was given weights and probed
+    syncing: float = 0.0  # seconds in which an engine was given weights and probed, or other devices were
     gap_mean: float = 0.0  # of the probe's log-probs: the engine's and our own, in nats
     gap_p99: float = 0.0
     gap_max: float = 0.0
@@ -105,8 +105,10 @@ class Spent(NamedTuple):
         """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
         measured = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
         if self.syncing:
+            measured["sync_seconds"] = self.syncing
+        if self.gap_max:
             gaps = {"sync_gap": self.gap_mean, "sync_gap/p99": self.gap_p99, "sync_gap/max": self.gap_max}
-            measured |= {"sync_seconds": self.syncing, **gaps}
+            measured |= gaps
         if self.steps == 0:
             return {"decode_steps": 0.0, **measured}
         return measured | {

@@ -67,7 +67,8 @@ def check_batches(cfg: Config, mesh: Mapping[str, int], rollout: Mapping[str, in
     if cfg.sft is not None:
         check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
     remedy = ", or a larger rollout.tensor"
-    check_rows(cfg.rollout.prompts, rollout, what="rollout.prompts", remedy=remedy)
+    if cfg.rollout.devices is None:  # else they are drawn elsewhere
+        check_rows(cfg.rollout.prompts, rollout, what="rollout.prompts", remedy=remedy)
     check_rows(cfg.eval.batch, rollout, what="eval.batch", remedy=remedy)
     if cfg.rollout.slots is not None:
         check_rows(cfg.rollout.slots, rollout, what="rollout.slots", remedy=remedy)

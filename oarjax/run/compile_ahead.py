@@ -52,7 +52,8 @@ def _begin(run: Run, background: Background, *, evaluates_first: bool) -> None:
     wrapped = {name: awaited(jitted) for name in LEARNING if (jitted := getattr(steps, name)) is not None}
     vars(run)["steps"] = steps._replace(**wrapped)
     plays = run.cfg.rollout.environment is not None
-    for sampler in (steps.sample, steps.evaluate, *((steps.sample_on, steps.evaluate_on) if plays else ())):
+    draws = steps.sample if run.apart is None else run.apart.sample
+    for sampler in (draws, steps.evaluate, *((steps.sample_on, steps.evaluate_on) if plays else ())):
         if sampler is not None:
             sampler.wrap_programs(awaited)
     shapes = ProgramShapes(run)

@@ -119,6 +119,18 @@ def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
 
+def rows_sharding(mesh: Mesh, layout: str) -> NamedSharding:
+    """Return the sharding of "rows" or of "microbatches", whose axis 1 is divided, to train.
+
+    Raises:
+        ValueError: another layout.
+    """
+    lead = {"rows": (), "microbatches": (None,)}.get(layout)
+    if lead is None:
+        raise ValueError(f"layout: expected prompts, rows or microbatches, got {layout!r}")
+    return NamedSharding(mesh, PartitionSpec(*lead, *batch_spec()))
+
+
 def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
     """Return the model with its key heads repeated, so that every device of the tensor axis has one."""
     return replace(model, num_key_value_heads=repeated_kv_heads(model.num_key_value_heads, tensor=tensor))

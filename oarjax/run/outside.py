@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from oarjax.config.learning import RECORDED
 from oarjax.data.rows import DataError
+from oarjax.run.apart import ApartSource
 from oarjax.run.run import Run
 from oarjax.run.served import Served, served_weights
 from oarjax.sources.engine import EngineSource
@@ -19,11 +20,17 @@ from oarjax.system.processes import only_first
 
 
 class Outside(NamedTuple):
-    """The replacement of a run's sampler; both None if there is none. ``held``: what else is open for it."""
+    """The replacement of a run's sampler; all None if there is none. ``held``: what else is open for it."""
 
-    recorded: RecordedRollouts | None
-    engine: EngineSource | None
     held: ExitStack
+    recorded: RecordedRollouts | None = None
+    engine: EngineSource | None = None
+    apart: ApartSource | None = None  # its sampler, on devices of its own
+
+    @property
+    def drawing(self) -> EngineSource | ApartSource | None:
+        """The source that draws while the run learns."""
+        return self.engine or self.apart
 
     def probe(self) -> None:
         """Fail early on an engine that cannot draw; the first process asks."""
@@ -32,14 +39,14 @@ class Outside(NamedTuple):
                 only_first(self.engine.probe)
 
     def close(self) -> None:
-        """Stop waiting for an engine, and let go of the folder of its weights."""
-        if self.engine is not None:
-            self.engine.close()
+        """Stop waiting for an engine, free the devices that draw, and let go of the folder of an engine's weights."""
+        if self.drawing is not None:
+            self.drawing.close()
         self.held.close()
 
 
 def open_outside(run: Run) -> Outside:
-    """Open what ``rollout.from`` or ``rollout.engine`` names.
+    """Open what ``rollout.from``, ``rollout.engine`` or ``rollout.devices`` names.
 
     Raises:
         ConfigError: another run gives an engine its weights in the same folder.
@@ -56,9 +63,11 @@ def open_outside(run: Run) -> Outside:
             served = Served(run.model, run.mesh, run.source, run.stop_ids, run.pad_id)
             parts = (rollout.engine, cfg.policy, cfg.lora, served, run.train.prompts)
             weights = served_weights(*parts, place=run.place, fetch=run.fetch)
-        return Outside(None, EngineSource(rollout.engine, rollout, rules, weights=weights, say=say), held)
+        return Outside(held, engine=EngineSource(rollout.engine, rollout, rules, weights=weights, say=say))
+    if run.apart is not None:
+        return Outside(held, apart=ApartSource(run.apart, run.steps.rollout_params, run.fetch))
     if not rollout.recorded:
-        return Outside(None, None, held)
+        return Outside(held)
     files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}
     needed = TAUGHT if cfg.loss.teacher == RECORDED else NEEDED
     groups = read_groups(files, run.train, **sizes, rules=rules, needed=needed)
@@ -68,4 +77,4 @@ def open_outside(run: Run) -> Outside:
             f"{len(groups)}; lower iterations, or add files"
         )
     recorded = RecordedRollouts(groups, prompts=rollout.prompts, bucket=run.prompt_step, pad_id=run.pad_id)
-    return Outside(recorded, None, held)
+    return Outside(held, recorded)

@@ -36,6 +36,11 @@ def compute_dtype_of(cfg: PolicyConfig, mesh: Mesh) -> Any:
     return jnp.dtype(name)
 
 
+def turned_on(setting: str, mesh: Mesh) -> bool:
+    """Return True for ``on``, and for ``auto`` on accelerators."""
+    return setting == "on" or (setting == "auto" and mesh.devices.flat[0].platform != "cpu")
+
+
 def stored_dtype_of(cfg: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Any:
     """Return the dtype to load a policy's weights in.
 

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
@@ -36,20 +36,20 @@ from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import token_texts
 from oarjax.rollout.source import Source
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
+from oarjax.run.apart import Apart, describe_mesh, learning_mesh, open_apart
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of, start_environments, written_turns
 from oarjax.run.hints import HintReader, hints_of, spelled_keywords
-from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
+from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, rows_sharding, training_layout
 from oarjax.run.parts import Parts
-from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
+from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of, turned_on
 from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts, reply_of
 from oarjax.run.teacher import check_teacher, policy_of, read_teacher
 from oarjax.sources.episodes import play
@@ -60,7 +60,6 @@ from oarjax.step.spans import Ending, find_spans, with_endings
 from oarjax.step.state import new_state
 from oarjax.step.steps import Steps
 from oarjax.system.devices import choose_platform, use_compilation_cache
-from oarjax.system.mesh import make_mesh
 from oarjax.system.peers import PEERS
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
@@ -99,8 +98,8 @@ class Run:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The devices, arranged for training."""
-        return make_mesh(**self.cfg.mesh.model_dump())
+        """The devices that learn, arranged for training."""
+        return learning_mesh(self.cfg.mesh, None if self._evaluates else self.cfg.rollout.devices)
 
     @cached_property
     def _checkpoint(self) -> tuple[QwenConfig, Path]:
@@ -207,6 +206,13 @@ class Run:
         return rollout_layout(self.cfg.policy, self.cfg.rollout, self.cfg.lora, self.model, self.mesh)
 
     @cached_property
+    def apart(self) -> Apart | None:
+        """The sampler of rollout.devices; None where rollouts are drawn on the devices that learn."""
+        if self.cfg.rollout.devices is None or self._evaluates or "mesh" in self._supplied:
+            return None
+        return open_apart(self.cfg.policy, self.cfg.rollout, self.cfg.lora, self.model, self.mesh, self.steps.sample)
+
+    @cached_property
     def steps(self) -> Steps:
         """The device programs. They are bound only here, so each is traced and compiled once per shape."""
         return make_steps(
@@ -233,19 +239,13 @@ class Run:
 
     def new_state(self, params: Params, *, copy: bool = True) -> TrainState:
         """Create the state at step 0; see ``oarjax.step.state.new_state``."""
-        lora, adapters = self.cfg.lora, start_adapters(self.cfg.lora, self.model)
-        return new_state(
-            params, self.optimizer, self.layout, seed=self.cfg.seed, lora=lora, adapters=adapters, copy=copy
-        )
+        lora = {"lora": self.cfg.lora, "adapters": start_adapters(self.cfg.lora, self.model)}
+        return new_state(params, self.optimizer, self.layout, seed=self.cfg.seed, copy=copy, **lora)
 
     def place(self, tree: Any, layout: str) -> Any:
         """Move numpy arrays to the devices: "prompts" for the sampler, "rows" and "microbatches" (axis 1) to train."""
-        if layout == "prompts":
-            return to_devices(tree, self.rollout_layout.rows)
-        lead = {"rows": (), "microbatches": (None,)}.get(layout)
-        if lead is None:
-            raise ValueError(f"layout: expected prompts, rows or microbatches, got {layout!r}")
-        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
+        rows = self.rollout_layout.rows if layout == "prompts" else rows_sharding(self.mesh, layout)
+        return to_devices(tree, rows)
 
     def fetch(self, tree: Any) -> Any:
         """Return arrays as numpy, whole on every process."""
@@ -254,8 +254,7 @@ class Run:
     @property
     def compiles_ahead(self) -> bool:
         """True if every program is compiled in the background of the first iterations."""
-        on_accelerators = self.mesh.devices.flat[0].platform != "cpu"
-        return self.cfg.compile_ahead == "on" or (self.cfg.compile_ahead == "auto" and on_accelerators)
+        return turned_on(self.cfg.compile_ahead, self.mesh)
 
     @property
     def prompt_step(self) -> int:
@@ -270,8 +269,7 @@ class Run:
     @property
     def wants_memory(self) -> bool:
         """True if the run reports the memory of its programs before the first update."""
-        setting = self.cfg.report.memory
-        return setting == "on" or (setting == "auto" and self.mesh.devices.flat[0].platform != "cpu")
+        return turned_on(self.cfg.report.memory, self.mesh)
 
     # Credit ----------------------------------------------------------------------------------------------------------
 
@@ -397,7 +395,7 @@ class Run:
             trains = f"adapters of rank {cfg.lora.rank}, {trained_count(cfg.lora, self.model):,} parameters"
         return {
             "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-            "mesh": ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items()),
+            "mesh": describe_mesh(self.mesh, self.apart),
             "policy": f"{cfg.policy.path}, {parameter_count(self.model):,} parameters",
             "trains": trains,
             "computes in": self.compute_dtype,

@@ -78,6 +78,7 @@ class ProgramShapes:
     def __init__(self, run: Run) -> None:
         self.cfg, self.model, self.mesh, self.steps = run.cfg, run.model, run.mesh, run.steps
         self.layout, self.rollout_layout, self.optimizer = run.layout, run.rollout_layout, run.optimizer
+        self._apart = run.apart
         self._ending_room, self._wants, self._wants_outcome = run.ending_room, run.credit.signals, run.wants_outcome
         self._reads_reference = run.credit.needs_reference(kl=run.cfg.loss.scores_reference)
         self._teacher = teacher_shapes(run.cfg.loss.teacher, run.cfg.policy, run.mesh)
@@ -185,11 +186,17 @@ class ProgramShapes:
         return tuple(listed)
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:
-        return self.steps.sample if phase == "sample" else self.steps.evaluate
+        if phase == "evaluate":
+            return self.steps.evaluate
+        return self.steps.sample if self._apart is None else self._apart.sample
 
     def _sampling_arguments(self, phase: Literal["sample", "evaluate"]) -> tuple[Any, ...]:
         if phase == "sample":
-            return self.rollout_shapes(), self._prompts(self.cfg.rollout.prompts, self._train_width), self._key()
+            params, prompts = self.rollout_shapes(), self._prompts(self.cfg.rollout.prompts, self._train_width)
+            if self._apart is None:
+                return params, prompts, self._key()
+            own = self._apart.layout
+            return _with(params, own.params), _with(prompts, own.rows), _with(self._key(), self._apart.everywhere)
         key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
         return self.rollout_shapes(), self._prompts(self.cfg.eval.batch, self._eval_width), key
 
@@ -249,6 +256,8 @@ class ProgramShapes:
 
     def resident(self, phase: Phase) -> dict[Part, int]:
         """Count the bytes per device that each part holds while a phase runs; rows of a batch are left out."""
+        if phase == "sample" and self._apart is not None:
+            return {"rollout": bytes_per_device(self._sampling_arguments(phase)[0])}
         state, loss = self.abstract_state(), self.cfg.loss  # the optimizer's state holds a reference that moves
         parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
         if state.frozen is not None:

@@ -98,15 +98,15 @@ def train(
 
         if isinstance(stream, PromptsAhead):
             sizes, say = (cfg.update.lag, cfg.iterations), partial(console.print, markup=False)
-            if (why := why_in_turn(outside.engine, jax.process_count())) is not None:
+            if (why := why_in_turn(outside.drawing, jax.process_count())) is not None:
                 say(f"update.lag: {why}: rollouts are older, and nothing is faster; set 0, or see docs/rollouts.md")
-            lagged = LaggedSource(*sizes, stream, batch_of, background=outside.engine, say=say)
+            lagged = LaggedSource(*sizes, stream, batch_of, background=outside.drawing, say=say)
             stack.callback(lagged.close)
 
         def source(sampler: Source) -> Source:
             if outside.recorded is not None:
                 return outside.recorded
-            drawn = files.source(outside.engine or sampler)
+            drawn = files.source(outside.drawing or sampler)
             return run.episodes(drawn, run.train) if lagged is None else lagged.bind(drawn)
 
         host = HostCallbacks(

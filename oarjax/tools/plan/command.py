@@ -341,7 +341,8 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
     if found["step"] is not None:
         weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
-        found["lag"] = overlap_of(found, times_of(cfg.update), weights, tensor=tensor)
+        drawing = cfg.rollout.devices
+        found["lag"] = overlap_of(found, times_of(cfg.update), weights, tensor=tensor, drawing=drawing)
     return found
 
 

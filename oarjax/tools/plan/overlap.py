@@ -1,4 +1,4 @@
-"""Bound what drawing on some of the chips while the others learn (``update.lag``) can bring. Arithmetic alone.
+"""Bound what drawing on some chips while the others learn can bring: ``rollout.devices``. Arithmetic alone.
 
 With half of the chips each half takes twice as long, and nothing is won, but for one thing: a decode step reads the
 policy's weights whatever the number of rows. On fewer chips that part of drawing does not grow, because each of them
@@ -32,8 +32,9 @@ def overlap(
     tensor: int,
     sent: Number,
     link: Number,
+    drawing: int | None = None,
 ) -> Overlap | None:
-    """Find the number of drawing chips with the shortest step; None if the slice cannot be divided.
+    """Find the number of drawing chips with the shortest step; None if the slice cannot be divided, or not so.
 
     Both parts are taken to scale with their chips, but for ``weights``, and the transfer to be hidden: a bound.
 
@@ -45,9 +46,10 @@ def overlap(
         tensor: chips that share one copy of the policy while sampling.
         sent: bytes of the weights on a drawing chip.
         link: bytes per second of a chip's link, of which two are used.
+        drawing: the only number considered; None: all.
     """
     in_turn = weights + rows + learning
-    sizes = range(tensor, chips, tensor)
+    sizes = [n for n in range(tensor, chips, tensor) if drawing is None or n == drawing]
     if not sizes or in_turn <= 0:
         return None
 
@@ -59,40 +61,43 @@ def overlap(
 
 
 def overlap_of(
-    plan: Mapping[str, Any], times: Mapping[str, int], weights: Number, *, tensor: int
+    plan: Mapping[str, Any], times: Mapping[str, int], weights: Number, *, tensor: int, drawing: int | None = None
 ) -> dict[str, Any] | None:
     """Return the overlap of a complete plan, under its distribution of lengths if it has one.
 
     Args:
         times: how often an iteration runs each phase.
         weights: bytes of the policy's weights that a chip reads in all steps of the longest completions.
+        drawing: see ``overlap``.
     """
     completion, chip, lengths = plan["shapes"]["completion"], plan["chip"], plan.get("lengths")
     own = [p for p in plan["phases"] if p["method"] is None]
     seconds, steps = {p["name"]: times[p["name"]] * p["seconds_in_turn"] for p in own}, float(completion)
     if lengths is not None:
         seconds, steps = lengths["seconds"], lengths["decode_steps"]
-    drawing = seconds["sample"]
-    read = min(weights / chip["bandwidth"] * steps / completion, drawing)
+    sampling = seconds["sample"]
+    read = min(weights / chip["bandwidth"] * steps / completion, sampling)
     products = next(p["seconds"]["products"] for p in own if p["name"] == "sample")
-    shares = {"weights": read, "rows": drawing - read, "learning": sum(seconds.values()) - drawing}
+    shares = {"weights": read, "rows": sampling - read, "learning": sum(seconds.values()) - sampling}
     shares["products"] = products * (1 if lengths is None else lengths["mean"] / completion)
-    found = overlap(**shares, chips=plan["chips"], tensor=tensor, sent=weights / completion, link=chip["link"])
-    return None if found is None else found._asdict() | {"written": plan["needs"]["weights"] / WRITE_RATE}
+    sizes = {"chips": plan["chips"], "tensor": tensor, "drawing": drawing}
+    found = overlap(**shares, **sizes, sent=weights / completion, link=chip["link"])
+    written = plan["needs"]["weights"] / WRITE_RATE
+    return None if found is None else found._asdict() | {"written": written, "set": drawing is not None}
 
 
 def describe_overlap(found: Mapping[str, Any] | None, *, chips: int, hosts: int) -> str:
     """Say what a lag can bring, and what the weights' way to those who draw takes."""
     if found is None:
-        return "update.lag: this slice cannot be divided into chips that draw and chips that learn."
+        return "update.lag: this slice cannot be divided so into chips that draw and chips that learn."
     faster = f"makes steps at most {found['gain']:.2f} times as fast"
     if found["gain"] <= 1:
-        faster = "makes steps no faster, however the chips are divided"
-    overlaps = "oarjax itself overlaps with an engine only."
+        faster = "makes steps no faster" + ("" if found["set"] else ", however the chips are divided")
+    overlaps = "Phases are planned as if all chips drew and learned in turn." if found["set"] else ""
     if hosts > 1:
-        overlaps = f"oarjax itself overlaps in one process alone: on these {hosts} hosts a lag brings nothing."
+        overlaps = f"oarjax overlaps in one process alone: on these {hosts} hosts a lag brings nothing."
     return (
         f"update.lag: drawing on {found['chips']} of {chips} chips while the others learn {faster}; the weights reach "
         f"them in {found['transfer']:.2g} s over a slice's links, or are written for an engine in "
-        f"{found['written']:.0f} s by one host, both at the least. {overlaps}"
+        f"{found['written']:.0f} s by one host, both at the least. {overlaps}".strip()
     )

@@ -48,8 +48,15 @@ def test_a_plan_says_so_with_the_seconds_of_its_phases():
     assert "at most 1.75 times as fast" in describe_overlap(found, chips=8, hosts=1)
     assert "no faster" in describe_overlap(found | {"gain": 0.9}, chips=8, hosts=1)
     assert "cannot be divided" in describe_overlap(None, chips=1, hosts=1)
-    assert "overlaps with an engine only" in describe_overlap(found, chips=8, hosts=1)
     assert "on these 2 hosts a lag brings nothing" in describe_overlap(found, chips=8, hosts=2)
+    asked = overlap_of(plan, times, 7e9, tensor=1, drawing=4)
+    assert asked is not None
+    assert (asked["chips"], asked["gain"]) == (4, pytest.approx(14 / 14))
+    assert "drawing on 4 of 8 chips while the others learn makes steps no faster; the weights" in describe_overlap(
+        asked, chips=8, hosts=1
+    )
+    assert "as if all chips drew and learned in turn" in describe_overlap(asked, chips=8, hosts=1)
+    assert overlap_of(plan, times, 7e9, tensor=2, drawing=3) is None
     lengths = {"seconds": {"sample": 3.5, "update": 3.5}, "decode_steps": 50, "mean": 25}
     shorter = overlap_of(plan | {"lengths": lengths}, times, 7e9, tensor=1)
     assert shorter is not None
