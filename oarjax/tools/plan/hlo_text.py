@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 
+UNKNOWN = 2**63 - 1
+"""What the compiler writes where it has no estimate, as for scatters of experts' rows that it offloads."""
+
 
 class HloError(ValueError):
     """A program whose text does not say what has to be known; names the instruction."""
@@ -47,7 +50,8 @@ class Instruction:
     @property
     def cycles(self) -> float:
         """The cycles of one run as a TPU's compiler estimates them; 0 where it does not."""
-        return max(0.0, float(found[1])) if (found := re.search(r'"estimated_cycles":"(-?\d+)"', self.rest)) else 0.0
+        found = re.search(r'"estimated_cycles":"(-?\d+)"', self.rest)
+        return float(found[1]) if found and 0 < int(found[1]) < UNKNOWN else 0.0
 
     def called(self, attribute: str) -> str | None:
         """Return the computation that an attribute such as ``body`` names."""

@@ -90,5 +90,6 @@ def test_cycles_are_the_compilers_for_whole_fusions():
     inside = PROGRAM.replace("%add.1 = f32[64]{0} add(%bitcast.1, %p.2)", within)
     costs = 'backend_config={"window_config":{"estimated_cycles":"%s"}}'
     fusion = "%r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced, " + costs % 120
-    last = "ROOT %s = f32[7,64]{0,1} copy(%a), " + costs % -1
-    assert executed(inside.replace("BODY", f"{fusion}\n  {last}")).cycles == 120
+    for unknown in (-1, 2**63 - 1):
+        last = "ROOT %s = f32[7,64]{0,1} copy(%a), " + costs % unknown
+        assert executed(inside.replace("BODY", f"{fusion}\n  {last}")).cycles == 120
