@@ -16,7 +16,7 @@ from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.credit.settings import CreditSettings
-from oarjax.models.grouped_dot import LOOP, even_blocks
+from oarjax.models.grouped_dot import BLOCK, LOOP, even_blocks
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
@@ -281,7 +281,23 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mappi
         products = executed_fused_flops(d, row, draws=cfg.credit.draws, **sizes)
     else:
         products = executed_update_flops(d, row, **sizes)
+    if model.experts:
+        tokens = s.microbatch * row.tokens // line["chips"]
+        products += 2 * row.tokens * padding_of_groups(model, tokens=tokens)
     return s.microbatches * s.microbatch * products + (line["kernels"] - line["grouped"]) * line["chips"]
+
+
+def padding_of_groups(model: QwenConfig, *, tokens: int) -> float:
+    """Count the multiply-adds per token that the experts' gradients spend on padding, a device holding ``tokens``.
+
+    Each expert's rows are a whole number of blocks in ``grouped_outer``; devices trade rows of that many at a time.
+    """
+    experts = model.experts
+    assert experts is not None
+    rows = tokens * experts.per_token
+    blocks = even_blocks(rows, experts.count, 1.0) * min(BLOCK, rows)
+    products = 3 * experts.per_token * model.hidden_size * model.intermediate_size * model.num_hidden_layers
+    return products * (blocks / rows - 1)
 
 
 def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, chip: Chip, chips: int) -> dict[str, Any]:
