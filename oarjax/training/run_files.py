@@ -42,7 +42,7 @@ from oarjax.storage.durable import Failures, read_lines, storage_errors
 from oarjax.storage.folder import record_config, refuse_another_config
 from oarjax.storage.folder import run_id as saved_id
 from oarjax.storage.manifest import misplaced
-from oarjax.system.processes import only_first
+from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.types import TrainState
 
@@ -247,7 +247,8 @@ class RunFiles:
         with self._failures.handled():
             if now:
                 self._checkpoints.settle()
-                if iteration in self._checkpoints.finished():
+                # The first process wrote the manifest: others may not see it yet, and saving takes all of them.
+                if from_first(lambda: int(iteration in self._checkpoints.finished())):
                     return
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {
