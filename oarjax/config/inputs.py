@@ -103,7 +103,7 @@ class DatasetConfig(Section):
     revision: str | None = Field(default=None, description="hub revision (commit, tag or branch) of the dataset")
     prompt_field: str = Field(default="question", description="column of the problems")
     answer_field: str = Field(default="answer", description="column of the reference answers")
-    weight: Annotated[float, Field(gt=0)] = Field(
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = Field(
         default=1.0, description="turns among the data sets of data.mixture, relative to the other weights"
     )
     rewards: tuple[Word, ...] = Field(

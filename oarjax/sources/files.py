@@ -87,7 +87,7 @@ def read_groups(
                     check_turn(turns[-1], max_new, rules)
                     ids = tuple(whole_numbers("prompt", line["prompt"]).tolist())
                     prompt = prompt or ids
-                    if line["turn"] != 0 or ids != prompt:
+                    if not ids or line["turn"] != 0 or ids != prompt:
                         raise ValueError(f"expected {group_size} completions of a prompt, one turn each, in a row")
                     if not isinstance(line.get("problem"), int | None):
                         raise ValueError(f"expected problem as a whole number, got {line['problem']!r:.60}")

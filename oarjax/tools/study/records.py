@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.errors import UserError
-from oarjax.storage.durable import storage_errors
+from oarjax.storage.durable import cannot_read, storage_errors
 from oarjax.system.json import to_plain
 
 
@@ -26,26 +26,39 @@ def read_records(path: Path | None) -> dict[str, dict[str, Any]]:
 
     Raises:
         RecordsError: a line is not a record.
+        StorageError: the file cannot be read.
     """
     try:
         changed = None if path is None else path.stat()
-    except OSError:
+        return {} if path is None or changed is None else _read(path, changed.st_mtime_ns, changed.st_size)
+    except FileNotFoundError:
         return {}
-    return {} if path is None or changed is None else _read(path, changed.st_mtime_ns, changed.st_size)
+    except OSError as error:
+        raise cannot_read(Path(str(path)), error) from error
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _changed: int, _size: int) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
-            out[record["digest"]] = {**record, "measures": dict(record["measures"])}
-        except (ValueError, KeyError, TypeError):
+            measures = {name: _measure(value) for name, value in record["measures"].items()}
+            out[record["digest"]] = {**record, "measures": measures}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RecordsError(
                 f"records: line {number} of {path} is not a run; remove the line, and the study runs it again"
             ) from None
     return out
+
+
+def _measure(value: Any) -> int | float | list[tuple[float, float]] | None:
+    """Read a number, null, or a list of pairs of numbers.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
+    return value if isinstance(value, int | float | None) else [(float(a), float(b)) for a, b in value]
 
 
 def add_records(path: Path, records: Iterable[dict[str, Any]]) -> None:

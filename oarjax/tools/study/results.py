@@ -16,7 +16,7 @@ from oarjax.stats import Interval, detectable_effect, holm, mean_interval, paire
 from oarjax.system.checkout import commit
 from oarjax.system.json import to_plain
 from oarjax.tools.study.config import Planned, StudyConfig, StudyPlan, make_plan
-from oarjax.tools.study.records import read_records
+from oarjax.tools.study.records import RecordsError, read_records
 
 
 class RunMeasures(NamedTuple):
@@ -109,9 +109,14 @@ def measured_run(run: Planned) -> RunMeasures:
     record = read_records(run.records).get(run.digest)
     if record is not None:
         known: dict[str, Any] = {n: math.nan if value is None else value for n, value in record["measures"].items()}
-        pairs = {name: [tuple(pair) for pair in known.get(name, [])] for name in ("curve", "drift")}
-        fields: dict[str, Any] = known | pairs
-        return RunMeasures(**fields)
+        try:
+            pairs = {name: [tuple(pair) for pair in known.get(name, [])] for name in ("curve", "drift")}
+            fields: dict[str, Any] = known | pairs
+            return RunMeasures(**fields)
+        except TypeError as error:  # of another version
+            raise RecordsError(
+                f"records: {run.records}: {run.name}, seed {run.seed}: {error}; remove its line"
+            ) from None
     return measure(read_metrics(Path(run.config.run_dir) / "metrics.jsonl"), group_size=run.config.rollout.group_size)
 
 

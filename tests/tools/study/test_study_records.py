@@ -11,6 +11,7 @@ import yaml
 
 from oarjax.report.files import MetricsWriter
 from oarjax.stats import detectable_effect
+from oarjax.storage.durable import StorageError
 from oarjax.tools.study import command
 from oarjax.tools.study.config import load_study, make_plan
 from oarjax.tools.study.page import budget_text, markdown
@@ -107,6 +108,9 @@ def test_finished_runs_are_kept_in_a_file_that_the_study_resumes_from(write, tmp
     kept.write_text(kept.read_text() + "{}\n")
     with pytest.raises(RecordsError, match=r"line 13 of .* is not a run; remove the line"):
         plan_so_far(study)
+    kept.write_text(json.dumps(first | {"measures": {"area": 1.0}}) + "\n")  # of another version
+    with pytest.raises(RecordsError, match=r"GRPO, 0.0001, seed 0: .* missing .*; remove its line"):
+        plan_so_far(study)
 
 
 def test_records_keep_six_digits_and_the_last_of_equals(tmp_path):
@@ -116,6 +120,15 @@ def test_records_keep_six_digits_and_the_last_of_equals(tmp_path):
         add_records(path, [{"digest": "a", "measures": {"x": value, "path": [(1, 2 / 3)]}}])
     assert path.read_text().splitlines()[0] == '{"digest": "a", "measures": {"x": 0.333333, "path": [[1, 0.666667]]}}'
     assert read_records(path)["a"]["measures"]["x"] is None
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'{"digest": "a", "measures": {"area": "12"}}', b"7", b"{}"])
+def test_records_that_are_none_are_named(tmp_path, line):
+    (tmp_path / "r.jsonl").write_bytes(b'{"digest": "a", "measures": {"area": 1}}\n' + line)
+    with pytest.raises(RecordsError, match=r"line 2 of .* is not a run; remove the line"):
+        read_records(tmp_path / "r.jsonl")
+    with pytest.raises(StorageError, match=r"cannot read .*directory; choose another path"):
+        read_records(tmp_path)
 
 
 def test_a_grid_grows_where_a_winner_stands_at_its_edge(write):
