@@ -287,6 +287,7 @@ def fields() -> dict[str, Field]:
             {"update.lag": 1, "checkpoint.every": 1},
             error="rollout.devices: 1, and there are 1 devices, of which one at least has to learn",
         ),
+        "rollout.attention": Field("kernel", decode),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
         "rollout.from": Field(["nowhere.jsonl"], command, error="rollout.from: expected a .jsonl or .parquet file"),

@@ -77,6 +77,11 @@ class RolloutConfig(Section):
         description="with update.lag: the last so many devices draw while the mesh of the others learns; null = all do "
         "both in turn",
     )
+    attention: Literal["plain", "kernel"] = Field(
+        default="plain",
+        description="how a decode step reads the KV cache: plain reads all slots of a program, kernel (a TPU kernel) "
+        "those that a row has written",
+    )
     prompt_bucket: Positive = Field(default=64, description="prompts are padded to a multiple of this many tokens")
     completion_bucket: Positive = Field(
         default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models import decode_cache, policy
 from oarjax.models.attention import AttentionKind, segment_mixer
+from oarjax.models.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
 from oarjax.models.decode_cache import Cache, DecodeCache, Window, written
 from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
@@ -45,6 +46,7 @@ def make_policy(
     mesh: Mesh | None = None,
     adapter_scale: float = 1.0,
     experts: ExpertsKind = "grouped",
+    decode: DecodeKind = "plain",
 ) -> Policy:
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
@@ -70,10 +72,12 @@ def make_policy(
         adapter_scale: factor of adapters in the params (``oarjax.models.lora``); default 1.0.
         experts: how a mixture computes its experts, ``grouped`` or ``dense``; ``moe.experts_for`` chooses by the mesh;
             default grouped.
+        decode: how decode steps of one token attend to caches, ``plain`` or with the TPU kernel of
+            ``models.decode_attention``, which reads each row as far as it is written; default plain.
 
     Raises:
-        ValueError: another than xla without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the
-            heads; cudnn in another dtype than bfloat16.
+        ValueError: another than xla or plain without a mesh, in float64, or on a mesh whose "tensor" axis does not
+            divide the heads; cudnn in another dtype than bfloat16; more key heads per device than the kernel holds.
     """
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
@@ -81,6 +85,8 @@ def make_policy(
         if mesh is None:
             raise ValueError(f"attention: {attention} runs per device of a mesh, got mesh=None; give mesh= or use xla")
         check_splash(cfg.num_attention_heads, compute, mesh, attention)
+    if decode != "plain" and (problem := kernel_problem(cfg.num_key_value_heads, cfg.head_dim, compute, mesh)):
+        raise ValueError(f"decode: {problem}")
     divided = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
@@ -139,6 +145,8 @@ def make_policy(
         plain = filled is None and visible is None and long
         if attention != "xla" and mesh is not None and plain:
             mixer, read = causal_mixer([written(c) for c in stores], valid, mesh, attention), lambda cache, kv: kv
+        elif decode == "kernel" and mesh is not None and decoding and new == 1 and visible is None:
+            mixer, read = kernel_mixer(cast(list[DecodeCache], stores), valid, mesh), lambda cache, number: number
         else:
             masks = [written(c)[:, None, :] for c in stores]
             if visible is not None:  # of the prefix, by row and query
@@ -226,6 +234,7 @@ def make_policy(
 
     def init_rows(rows: int, slots: int) -> Any:
         kv, width = cfg.num_key_value_heads, cfg.head_dim
+        slots = padded_slots(slots) if decode == "kernel" else slots
         return place_cache(
             DecodeCache(
                 k=jnp.zeros((len(cfg.attention_layers), kv, rows, width, slots), compute),
@@ -240,7 +249,8 @@ def make_policy(
         return place_cache(decode_cache.closed(cache, part))
 
     def as_prefix(cache: KVCache) -> DecodeCache:
-        return place_cache(decode_cache.heads_first(cache))
+        prefix = decode_cache.heads_first(cache)
+        return place_cache(padded(prefix) if decode == "kernel" else prefix)
 
     def take_rows(cache: DecodeCache, rows: Array) -> DecodeCache:
         return place_cache(decode_cache.take_rows(cache, rows))

@@ -14,6 +14,7 @@ from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import LoraConfig, LossConfig, RolloutConfig
 from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
+from oarjax.models.decode_attention import kernel_problem
 from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
@@ -38,7 +39,7 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     """Check that the mesh divides the policy and the batches, in training and in sampling.
 
     Raises:
-        ConfigError: a setting of experts, and the policy has none.
+        ConfigError: a setting of experts, and the policy has none, or key heads that rollout.attention cannot hold.
         ShardingError: it does not divide an axis; names the axis, both sizes and the remedy.
         DeviceError: rollout.tensor does not divide the devices.
     """
@@ -51,6 +52,10 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     what = "the mesh of rollouts (rollout.tensor)"
     check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
+    if cfg.rollout.attention == "kernel":
+        sizes = wide.num_key_value_heads, wide.head_dim, compute_dtype_of(cfg.policy, sampling)
+        if problem := kernel_problem(*sizes, sampling):
+            raise ConfigError(f"rollout.attention: {problem}")
     rows = device_rows(NamedSharding(mesh, PartitionSpec(None, *batch_spec())), cfg.update.microbatch)
     prompt_rows_of(cfg.rollout, cfg.update, width=0, rows=rows, experts=model.experts is not None, auto=False)
 
@@ -146,7 +151,7 @@ def rollout_layout(
     """
     sampling = rollout_mesh(mesh, tensor=rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
-    policy = bind_policy(settings, wide, sampling, adapter_scale=lora.scale)
+    policy = bind_policy(settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
     compute = compute_dtype_of(settings, sampling)
     before = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)

@@ -10,13 +10,16 @@ from jax.sharding import Mesh
 from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import LoraConfig
 from oarjax.models.attention import attention_for
+from oarjax.models.decode_attention import DecodeKind
 from oarjax.models.moe import experts_for
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 
 
-def bind_policy(cfg: PolicyConfig, model: QwenConfig, mesh: Mesh, *, adapter_scale: float) -> Policy:
+def bind_policy(
+    cfg: PolicyConfig, model: QwenConfig, mesh: Mesh, *, adapter_scale: float, decode: DecodeKind = "plain"
+) -> Policy:
     """Bind the policy of a run on this mesh. Reads only the kind of the devices."""
     return make_policy(
         model,
@@ -26,6 +29,7 @@ def bind_policy(cfg: PolicyConfig, model: QwenConfig, mesh: Mesh, *, adapter_sca
         mesh=mesh,
         adapter_scale=adapter_scale,
         experts=experts_for(mesh),
+        decode=decode,
     )
 
 

@@ -1,4 +1,4 @@
-"""Stage of the attention kernels: compare splash with plain attention in float32, forward, backward and linearised."""
+"""Stage of the attention kernels: compare splash, and the decode kernel, with plain attention in float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from oarjax.models.attention import Segment, attend
+from oarjax.models.attention import Segment, attend, segment_mixer
+from oarjax.models.decode_attention import kernel_mixer
+from oarjax.models.decode_cache import layer as layer_of
+from oarjax.models.decode_cache import written
 from oarjax.models.precision import full_precision
 from oarjax.models.splash import splash
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
 from oarjax.tools.accept.setting import StageSetting, best_seconds
+from oarjax.types import DecodeCache
 
 ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
 """Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
@@ -26,12 +30,14 @@ SMALL = ((64, 130, 128), (128, 130, 128))
 
 
 def attention(s: StageSetting) -> list[Check]:
-    """Compare splash with plain attention, and their times; a CPU interprets the kernels at one small size."""
+    """Compare the kernels with plain attention, and their times; a CPU interprets them at small sizes."""
     if s.platform == "gpu":
         return [not_applicable("splash attention", "its kernels are for TPUs; GPUs take blocks of XLA")]
     checks = []
     for width, length, block in SMALL if s.small else CASES:
         checks += _compare(s, width, length, block)
+    for width in (64,) if s.small else (64, 128, 256):
+        checks += _decode(s, width)
     return checks
 
 
@@ -74,6 +80,42 @@ def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check
         *checks,
         measured(f"{name}: forward and backward", computed / seconds["splash"] / 1e12, unit="TFLOP/s"),
         measured(f"{name}: time of plain attention over splash", seconds["plain"] / seconds["splash"]),
+    ]
+
+
+def _decode(s: StageSetting, width: int) -> list[Check]:
+    """Compare the decode kernel with plain attention, of rows that have written up to half of their slots."""
+    rows, kv, slots = (2, 1, 256) if s.small else (64, 4, 8192)
+    name = f"decode, head width {width}, {slots // 2} of {slots} slots"
+    place = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    shapes = (
+        (1, kv, rows, width, slots),
+        (1, kv, rows, slots, width),
+        *((rows, 1, n, width) for n in (4 * kv, kv, kv)),
+    )
+    k, v, *new = (
+        jax.random.normal(key, x, jnp.bfloat16) for key, x in zip(jax.random.split(jax.random.key(1), 5), shapes)
+    )
+    valid = jnp.arange(slots)[None] >= 7 * jnp.arange(rows)[:, None]
+    store = DecodeCache(k, v, valid, jnp.int32(slots // 2))
+    alive, layer = jnp.ones((rows, 1), bool), jnp.int32(0)
+    sides = {
+        "kernel": lambda store, *new: kernel_mixer([store], alive, place)([layer], *new),
+        "plain": lambda store, *new: segment_mixer([written(store)[:, None]], alive)([layer_of(store, layer)], *new),
+    }
+    sides = {side: jax.jit(function) for side, function in sides.items()}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, (store, *new))
+    with full_precision(jnp.float32):
+        error = _error([sides["kernel"](store, *new)], [sides["plain"](*wide)])
+    checks = [at_most(f"{name}: forward", error, ERRORS["forward"], note="largest error, of the largest number")]
+    if s.small:
+        return [*checks, not_applicable(f"{name}: time", "the kernel is interpreted here")]
+    seconds = {side: best_seconds(partial(function, store, *new), repeats=20) for side, function in sides.items()}
+    read = 2 * 2 * kv * rows * width * slots / 2
+    return [
+        *checks,
+        measured(f"{name}: read", read / seconds["kernel"] / 1e9, unit="GB/s"),
+        measured(f"{name}: time of plain attention over the kernel", seconds["plain"] / seconds["kernel"]),
     ]
 
 

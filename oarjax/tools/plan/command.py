@@ -250,7 +250,7 @@ def document(
     chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg.rollout.environment)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
-    slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor))
+    slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor), cfg.rollout.attention)
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
@@ -266,7 +266,8 @@ def document(
             for program in (each for each in result["programs"] if each["steps"]):
                 text = gzip.decompress((cache / f"{program['key']}.hlo.gz").read_bytes()).decode()
                 times = program["steps"] if program["name"].endswith("prefill") else 1
-                found.add(count(text, s, asked.credit, model, steps=program["steps"], turns=turns), times)
+                sizes = {"steps": program["steps"], "turns": turns, "slots": slots}
+                found.add(count(text, s, asked.credit, model, **sizes), times)
         phases.append(
             phase_of(
                 result,
@@ -278,6 +279,7 @@ def document(
                 experts=model.experts.count if model.experts else 0,
                 model=model_flops(phase, model, asked),
                 read=read(phase, result),
+                slots=slots,
             )
         )
     made = {"mesh": mesh, "versions": results[0]["versions"], "resident": there, "phases": phases}

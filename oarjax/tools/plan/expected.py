@@ -18,6 +18,7 @@ import numpy as np
 from oarjax.config.outputs import LengthsConfig
 from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
+from oarjax.models.decode_attention import padded_slots
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.step.minibatches import bucket
 from oarjax.storage.durable import read_lines
@@ -72,6 +73,9 @@ def expected_step(
         row_bucket=lambda n: rows.blocks * next(size for size in sizes if size * rows.blocks >= min(n, s.rows)),
         slots_at=lambda step: rows.size_of(min(step + 1, rows.cache_sizes()[-1])),
     )
+    if cfg.rollout.attention == "kernel":  # each row as far as it is written, while it draws
+        read = s.rows * sum(alive * padded_slots(step) for step, alive in enumerate(survival))
+        decoding = decoding._replace(slot_reads=read)
     rows_of_minibatch, shared = s.rows // cfg.update.minibatches, planned_prompt_rows(cfg.update)
     group = cfg.rollout.group_size // cfg.update.minibatches
     units = survival if shared == 1 else unit_survival(survival, group=group, rows=shared)
@@ -80,7 +84,9 @@ def expected_step(
     worst = float(s.completion)
     times = times_of(cfg.update)
     seconds: dict[str, float] = {}
-    scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor, mean=mean_slots(rows))
+    scale = _sampling_scales(
+        decoding, model, cfg, chips=chips, tensor=tensor, mean=mean_slots(rows, cfg.rollout.attention)
+    )
     for phase in plan["phases"]:
         name = phase["name"]
         if phase["method"] is None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from oarjax.costs import Number
+from oarjax.models.decode_attention import NAME as DECODE
 from oarjax.tools.plan.hlo_text import Array, HloError, HloProgram, Instruction, parse, type_of
 from oarjax.tools.plan.traffic import hbm_bytes
 
@@ -42,6 +44,7 @@ class Executed:
     group_calls: Counter[int] = field(default_factory=Counter)  # the same -> how often
     moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
     passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
+    streamed: float = 0.0  # the part of ``moved`` that decode kernels read
     cycles: float = 0.0  # of all but kernels and collectives, as the compiler estimates them
 
     def add(self, other: Executed, times: int | float) -> None:
@@ -49,6 +52,7 @@ class Executed:
         self.flops += times * other.flops
         self.moved += times * other.moved
         self.passed += times * other.passed
+        self.streamed += times * other.streamed
         self.cycles += times * other.cycles
         for part in ("collectives", "calls", "kernels", "groups", "group_calls"):
             mine, theirs = getattr(self, part), getattr(other, part)
@@ -63,11 +67,13 @@ Branches = Callable[[str, int], Sequence[int | float]]
 """(op_name of a conditional, branches) -> how often each runs when the conditional does."""
 
 
-def executed(text: str, *, trips: Trips | None = None, branches: Branches | None = None) -> Executed:
+def executed(
+    text: str, *, trips: Trips | None = None, branches: Branches | None = None, slots: Number | None = None
+) -> Executed:
     """Count the totals of a program's optimized HLO text (``compiled.as_text()``).
 
     ``trips`` is asked for loops that values decide; ``branches`` for conditionals, where None counts the most
-    expensive branch each time.
+    expensive branch each time. ``slots`` as in ``hbm_bytes``.
 
     Collectives count the bytes that a device sends in a ring: (n - 1)/n of a gathered or scattered array, of what goes
     in and of what comes out of an all-reduce, the array for a permutation. A gather that the compiler spreads over
@@ -83,7 +89,7 @@ def executed(text: str, *, trips: Trips | None = None, branches: Branches | None
         found = Executed()
         spread: set[tuple[str, str, str]] = set()
         for instruction in program.computations[name].values():
-            _count(program, name, instruction, found, spread, total, trips, branches)
+            _count(program, name, instruction, found, spread, total, trips, branches, slots)
         return found
 
     return total(program.entry)
@@ -98,6 +104,7 @@ def _count(
     total: Callable[[str], Executed],
     trips: Trips | None,
     branches: Branches | None,
+    slots: Number | None,
 ) -> None:
     """Add one instruction, and all that it calls, to ``found``."""
     opcode = instruction.opcode.removesuffix("-start")
@@ -132,7 +139,8 @@ def _count(
         _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
     found.cycles += instruction.cycles
     if found.calls.total() == before[2]:  # of a collective the time is on the links
-        moved = hbm_bytes(program, instructions, instruction)
+        moved = hbm_bytes(program, instructions, instruction, slots=slots)
+        found.streamed += moved * (opcode == "custom-call" and instruction.name.startswith(DECODE))
         if (found.flops, found.kernels.total()) != before[:2]:
             found.moved += moved
         else:

@@ -12,6 +12,7 @@ from oarjax.config.learning import RolloutConfig, UpdateConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.outputs import EvalConfig
 from oarjax.config.schema import Config
+from oarjax.models.decode_attention import DecodeKind, padded_slots
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.rollout.row_schedule import DecodePlan, cache_step, make_plan
 from oarjax.run.checks import check_lengths
@@ -109,8 +110,10 @@ def evaluation_plan(s: LargestShapes, rollout: RolloutConfig, evaluation: EvalCo
     )
 
 
-def mean_slots(rows: DecodePlan) -> float:
+def mean_slots(rows: DecodePlan, attention: DecodeKind) -> float:
     """Return the slots that a decode step reads of a row's cache, on average where all rows go to max_new."""
+    if attention == "kernel":
+        return sum(map(padded_slots, range(rows.max_new - 1))) / max(rows.max_new - 1, 1)
     steps = rows.full_steps()
     return sum(slots * each for slots, each in steps.items()) / max(sum(steps.values()), 1)
 

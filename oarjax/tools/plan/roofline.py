@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from oarjax.costs import Number, RowTokens, pass_flops
+from oarjax.models.decode_attention import NAME as DECODE
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import Chip
 
@@ -102,9 +103,14 @@ GROUPED = "ragged-dot"
 
 
 def kernel_flops(
-    name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int], experts: int = 0
+    name: str,
+    operands: Sequence[tuple[int, ...]],
+    *,
+    block: Callable[[int], int],
+    experts: int = 0,
+    slots: Number | None = None,
 ) -> float:
-    """Count a kernel call's FLOPs: splash attention, whose partly visible blocks are computed whole, or experts.
+    """Count a kernel call's FLOPs: splash, whose partly visible blocks are computed whole, decode, or experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
@@ -114,6 +120,8 @@ def kernel_flops(
         experts: number in all. With even loads a chip that holds some of them multiplies that share of the rows: the
             kernel ends with the last group.
 
+        slots: those that a decode kernel reads of each row's own cache; None: all.
+
     Raises:
         ValueError: another kernel.
     """
@@ -122,6 +130,9 @@ def kernel_flops(
             return 0.0
         held = operands[-1][0]
         return 2.0 * operands[-2][0] * math.prod(operands[-1][1:]) * min(held / (experts or held), 1.0)
+    if name.startswith(DECODE):
+        queries, (*_, length) = operands[-3:-1]
+        return 4.0 * math.prod(queries) * (slots if slots and name.startswith(f"{DECODE}_rows") else length)
     products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
     if products is None:
         raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")

@@ -79,11 +79,19 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
 
 
 def count(
-    text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig, *, steps: Number = 1, turns: int = 1
+    text: str,
+    s: LargestShapes,
+    credit: CreditSettings,
+    model: QwenConfig,
+    *,
+    steps: Number = 1,
+    turns: int = 1,
+    slots: Number | None = None,
 ) -> Executed:
     """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited.
 
-    A decode program draws the tokens of ``steps``. Completions have as many ``turns``.
+    A decode program draws the tokens of ``steps``; a kernel in it reads ``slots`` of each row's cache. Completions have
+    as many ``turns``.
     """
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
@@ -117,7 +125,7 @@ def count(
     def branches(op_name: str, number: int) -> Sequence[float]:
         return [n / sum(runs) for n in runs] if number == len(runs) else [1 / number] * number
 
-    return executed(text, trips=trips, branches=branches)
+    return executed(text, trips=trips, branches=branches, slots=slots)
 
 
 def phase_of(
@@ -131,11 +139,12 @@ def phase_of(
     experts: int,
     model: float,
     read: float,
+    slots: Number | None = None,
 ) -> dict[str, Any]:
     """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit.
 
     Memory is that of the phase's program that needs most with what lies beside it, compile time that of all.
-    ``experts`` is the policy's number of experts, 0 without.
+    ``experts`` is the policy's number of experts, 0 without; ``slots`` as in ``count``.
     """
     programs = [_memory(each) for each in result["programs"]]
     largest = max(programs, key=lambda each: math.inf if each["total"] is None else each["total"])
@@ -154,7 +163,7 @@ def phase_of(
     }
     if work is None:
         return line
-    flops_of = partial(kernel_flops, block=block_of, experts=experts)
+    flops_of = partial(kernel_flops, block=block_of, experts=experts, slots=slots)
     by_kernel = {kernel: times * flops_of(kernel.name, kernel.operands) for kernel, times in work.kernels.items()}
     kernels = sum(by_kernel.values())
     done = work.flops + kernels
@@ -163,7 +172,8 @@ def phase_of(
     links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
     moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
     assumed = expected_seconds(chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links)
-    compilers = work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + links
+    streamed = work.streamed / (chip.bandwidth * reached.memory)  # by kernels that wait for HBM
+    compilers = work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + streamed + links
     expected = max(assumed, compilers)
     return line | {
         "executed": done,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oarjax.costs import Number
+from oarjax.models.decode_attention import NAME as DECODE
 from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
 FREE = {
@@ -20,8 +22,13 @@ FREE = {
 SLICES = {"dynamic-slice", "slice", "gather"}
 
 
-def hbm_bytes(program: HloProgram, instructions: dict[str, Instruction], instruction: Instruction) -> float:
-    """Count the bytes that an instruction outside fusions moves between HBM and the chip."""
+def hbm_bytes(
+    program: HloProgram, instructions: dict[str, Instruction], instruction: Instruction, *, slots: Number | None = None
+) -> float:
+    """Count the bytes that an instruction outside fusions moves between HBM and the chip.
+
+    ``slots``: those that a decode kernel reads of each row's own cache; None: all.
+    """
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith("-done"):
         return 0.0
@@ -34,7 +41,13 @@ def hbm_bytes(program: HloProgram, instructions: dict[str, Instruction], instruc
         return part.bytes * (bool(_far(type_of(instructions, instruction.operands[0]))) + (part.space == 0))
     if opcode == "dynamic-update-slice":
         return 2 * _far(type_of(instructions, instruction.operands[1]))
-    read = sum(_far(type_of(instructions, name)) for name in instruction.operands)
+    operands = [type_of(instructions, name) for name in instruction.operands]
+    read = sum(map(_far, operands))
+    if opcode == "custom-call" and instruction.name.startswith(DECODE):  # copies of its own, of one layer's rows
+        (*_, ((_, rows, *_), *_), caches, _) = [[each.sizes for each in array] for array in operands]
+        layers, _, held, _, length = caches[0]
+        part = rows / held / layers * (slots / length if slots and instruction.name.startswith(f"{DECODE}_rows") else 1)
+        read -= (1 - part) * sum(map(_far, operands[-2:]))
     # A start's type is its result, its operands again, and its semaphores.
     written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
     return read + _far(written)

@@ -73,6 +73,9 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert find("ragged-dot-metadata", (16,)) == 0
     eighth = kernel_flops("ragged-dot-none", [(48,), (64, 8), (16, 8, 3)], block=lambda n: 512, experts=128)
     assert eighth == 2 * 64 / 8 * 8 * 3  # the other rows are other chips'
+    rows = "decode_attention_rows", [(9,), (1, 64, 7, 128), (28, 1, 64, 128, 1024), (28, 1, 64, 1024, 128)]
+    assert kernel_flops(*rows, block=lambda n: 512, slots=300) == 2 * 2 * 64 * 7 * 128 * 300
+    assert kernel_flops(*rows, block=lambda n: 512) == 2 * 2 * 64 * 7 * 128 * 1024
     with pytest.raises(ValueError, match="kernel flash: expected one of splash_mha_fwd"):
         find("flash", q, k)
 

@@ -84,6 +84,24 @@ def test_products_are_counted_apart_and_collectives_left_to_the_links():
     assert found.group_calls == {4: 1}
 
 
+def test_a_decode_kernel_reads_slots_of_the_rows_of_one_layer():
+    """Of 4 rows of 28 layers of a cache of 8 rows, prompts whole and the rows' own as far as it is said."""
+    text = PROGRAM.replace(
+        "%near =",
+        """%q = bf16[2,4,7,128]{3,2,1,0} parameter(4)
+  %k = bf16[28,2,8,128,1024]{4,3,2,1,0} parameter(5)
+  %v = bf16[28,2,8,1024,128]{4,3,2,1,0} parameter(6)
+  %near =""",
+    )
+    line = 'f32[2,4,7,128]{3,2,1,0:S(1)} custom-call(%i, %q, %k, %v), custom_call_target="tpu_custom_call"'
+    own, prompts = (text.replace("BODY", f"ROOT %decode_attention_{part}.3 = {line}") for part in ("rows", "prompts"))
+    small, slot = 4 + 2 * 2 * 4 * 7 * 128, 2 * 2 * 2 * 4 * 128
+    for program, slots, read in ((own, 300, 300), (own, None, 1024), (prompts, 300, 1024)):
+        found = executed(program, slots=slots)
+        assert found.moved == found.streamed == pytest.approx(small + read * slot)
+        assert found.passed == 0
+
+
 def test_cycles_are_the_compilers_for_whole_fusions():
     """What an instruction within a fusion would take alone does not count, nor an estimate that is not there."""
     within = '%add.1 = f32[64]{0} add(%bitcast.1, %p.2), backend_config={"window_config":{"estimated_cycles":"50"}}'
