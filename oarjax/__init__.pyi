@@ -3,7 +3,7 @@
 # A name is stable once it stands here; `name as name` tells type checkers that it is exported.
 
 # equations
-from oarjax.rl.advantages import group_advantages as group_advantages
+from oarjax.rl.advantages import group_advantages as group_advantages, AdvantageFunction as AdvantageFunction
 from oarjax.rl.surrogates import clipped_surrogate as clipped_surrogate, cispo_surrogate as cispo_surrogate
 from oarjax.rl.loss import kl_estimate as kl_estimate, aggregate as aggregate, policy_loss as policy_loss
 
@@ -37,8 +37,12 @@ from oarjax.credit.diagnose import (
 from oarjax.credit.method import CreditMethod as CreditMethod
 from oarjax.credit.signals import Context as Context, CreditInputs as CreditInputs, Scored as Scored, Signals as Signals
 
+# what loss.function and optim.function name
+from oarjax.step.loss import TokenLoss as TokenLoss
+from oarjax.rl.optimizer import OptimizerFunction as OptimizerFunction
+
 # policies and sampling
-from oarjax.models.policy import Policy as Policy
+from oarjax.models.policy import Policy as Policy, RowCaches as RowCaches
 from oarjax.models.qwen import make_policy as make_policy
 from oarjax.models.qwen_config import QwenConfig as QwenConfig
 from oarjax.data.hf import read_config as read_config, load_params as load_params, export as export

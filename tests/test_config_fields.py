@@ -94,6 +94,8 @@ COMPLETIONS = str(ROOT / "tests" / "golden" / "config" / "completions.jsonl")
 PROBE = ROOT / "tests" / "golden" / "config" / "field_probe.py"
 EXAMPLES = ROOT / "docs" / "examples"
 MARKS = str(EXAMPLES / "custom_marks.py") + ":labelled_steps"
+OWN_LOSS = {"loss.function": f"{EXAMPLES / 'custom_loss.py'}:half_as_hard_on_failures"}
+OWN_ADVANTAGE = {"advantage.function": f"{EXAMPLES / 'custom_advantages.py'}:best_of_group"}
 WIDTH = 8  # prompt positions of the programs that are lowered
 
 BASE: dict[str, Any] = {
@@ -325,9 +327,8 @@ def fields() -> dict[str, Field]:
         ),
         "advantage.discount": Field(0.5, remembered, {"advantage.method": "problem", "advantage.scale": "none"}),
         "advantage.method": Field("rloo", partial(program, name="advantages"), {"advantage.scale": "none"}),
-        "advantage.function": Field(
-            f"{EXAMPLES / 'custom_advantages.py'}:best_of_group", partial(program, name="advantages")
-        ),
+        "advantage.settings": Field({"top": 2.0}, partial(program, name="advantages"), OWN_ADVANTAGE),
+        "advantage.function": Field(OWN_ADVANTAGE["advantage.function"], partial(program, name="advantages")),
         "advantage.soft": Field(
             "reward", score, {name: value for name, value in signed.items() if name != "credit.method"}
         ),
@@ -432,7 +433,8 @@ def fields() -> dict[str, Field]:
         "lab.gradients.minibatches": Field(4, gradients),
         "lab.gradients.prompts": Field(6, gradients),
         "lab.gradients.sketch": Field(99, gradients),
-        "loss.function": Field(f"{EXAMPLES / 'custom_loss.py'}:half_as_hard_on_failures", update),
+        "loss.function": Field(OWN_LOSS["loss.function"], update),
+        "loss.settings": Field({"share": 0.2}, update, OWN_LOSS),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
         "loss.aggregation": Field("grpo", denominator),

@@ -171,9 +171,10 @@ class AdvantageConfig(Section):
     )
     function: str | None = Field(
         default=None,
-        description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "
-        "other fields of this section then do not apply",
+        description="custom advantages, file.py:name or module:name, see oarjax.AdvantageFunction; the "
+        "other fields of this section, but settings, then do not apply",
     )
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
     scale: Literal["group", "batch", "problem", "none"] = Field(
         default="group",
         description="divide by the standard deviation of the group (GRPO), of the batch, of the problem's earlier "
@@ -234,9 +235,10 @@ RECORDED = "recorded"
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
-        description="custom loss, file.py:name or module:name, see oarjax.step.loss.TokenLoss; of the fields "
-        "below, only aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated still apply",
+        description="custom loss, file.py:name or module:name, see oarjax.TokenLoss; of the fields "
+        "below, only settings, aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated apply",
     )
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
     surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"] = Field(
         default="clip",
         description="gmpo: clip_low and clip_high bound the log-ratio, its paper has .4 for both; dppo: they bound the "
@@ -331,7 +333,7 @@ class OptimConfig(Section):
     function: str | None = Field(
         default=None,
         description="another optimizer, optax.lion for one, module:name or file.py:name, see "
-        "oarjax.rl.optimizer.OptimizerFunction; b1, b2, weight_decay and moments then do not apply",
+        "oarjax.OptimizerFunction; b1, b2, weight_decay and moments then do not apply",
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
 

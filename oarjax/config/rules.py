@@ -177,7 +177,8 @@ def check_advantages(
 ) -> Iterator[str]:
     """Report advantages whose fields contradict each other, the size of groups, or the groups that are dropped."""
     a = advantage
-    if a.function is not None and a != AdvantageConfig(function=a.function):
+    yield from _check_settings("advantage", a.function, a.settings)
+    if a.function is not None and a != AdvantageConfig(function=a.function, settings=a.settings):
         yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
     if a.method == "rloo" and a.scale == "group":
         yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
@@ -209,6 +210,7 @@ def check_advantages(
 
 def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfig) -> Iterator[str]:
     """Report terms of the loss that have no effect or contradict each other."""
+    yield from _check_settings("loss", loss.function, loss.settings)
     if update.epochs * update.minibatches == 1 and loss.dual_clip is not None:
         yield (
             "loss.dual_clip: has no effect with one epoch and one minibatch, where the ratio is exactly 1; set null, "
@@ -286,10 +288,14 @@ def check_moments(where: str, optim: OptimConfig) -> Iterator[str]:
             )
 
 
+def _check_settings(where: str, function: str | None, settings: Mapping[str, Any]) -> Iterator[str]:
+    if function is None and settings:
+        yield f"{where}.settings: read with {where}.function only; set that, or leave the settings out"
+
+
 def check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
     """Report fields of AdamW, in the section named ``where``, beside another optimizer, and settings of none."""
-    if optim.function is None and optim.settings:
-        yield f"{where}.settings: read with {where}.function only; set that, or leave the settings out"
+    yield from _check_settings(where, optim.function, optim.settings)
     adam = [n for n in ("b1", "b2", "weight_decay", "moments") if getattr(optim, n) != getattr(OptimConfig(), n)]
     if optim.function is not None and adam:
         yield f"{where}.{adam[0]}: AdamW's, and {where}.function replaces it; leave it out, or use {where}.settings"

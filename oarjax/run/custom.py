@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,7 @@ def find_loss(loss: LossConfig) -> TokenLoss | None:
     Raises:
         ConfigError: it cannot be imported, or is not a function.
     """
-    return _find_function(loss.function, "loss.function")
+    return _find_function(loss.function, "loss.function", loss.settings)
 
 
 def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
@@ -97,7 +97,7 @@ def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
     Raises:
         ConfigError: it cannot be imported, or is not a function.
     """
-    return _find_function(advantage.function, "advantage.function")
+    return _find_function(advantage.function, "advantage.function", advantage.settings)
 
 
 def find_optimizer(optim: OptimConfig, *, field: str = "optim.function") -> OptimizerFunction | None:
@@ -123,7 +123,7 @@ def find_optimizer(optim: OptimConfig, *, field: str = "optim.function") -> Opti
     return function
 
 
-def _find_function(name: str | None, field: str) -> Any:
+def _find_function(name: str | None, field: str, settings: Mapping[str, Any] | None = None) -> Any:
     if name is None:
         return None
     try:
@@ -131,7 +131,7 @@ def _find_function(name: str | None, field: str) -> Any:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if callable(function):
-        return function
+        return partial(function, **settings) if settings else function
     raise ConfigError(f"{field}: expected a function, got {name} of type {type(function).__name__}")
 
 

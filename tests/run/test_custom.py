@@ -287,6 +287,10 @@ def test_losses_that_give_something_else_are_told():
         ("optim.function=optax.constant_schedule", "optim.function: optax:constant_schedule with learning_rate and {}"),
         ("optim.b1=.8 optim.function=optax.lion", "optim.b1: AdamW's, and optim.function replaces it"),
         ("optim.settings={b1: .8}", "optim.settings: read with optim.function only"),
+        (
+            "loss.function=docs/examples/custom_loss.py:half_as_hard_on_failures loss.settings.shape=.3",
+            "got an unexpected keyword argument 'shape'",
+        ),
     ],
 )
 def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
