@@ -420,8 +420,8 @@ def main() -> None:
         wrapped = getattr(sys.exit, "__code__", None)  # of a tracker: W&B replaces sys.exit and leaves it so
         frames = traceback.walk_tb(error.__traceback__)
         file, line = [(f.f_code.co_filename, line) for f, line in frames if f.f_code is not wrapped][-1]
-        own = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich))  # rich: a closed pipe
-        if file.startswith(own) or "click" in Path(file).parts:
+        ours = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich))  # rich: a closed pipe
+        if file.startswith(ours) or "click" in Path(file).parts:
             _leave(error.code)
             raise
         _fail(UserError(f"{file}, line {line}, calls sys.exit: code of a run returns or raises"))

@@ -54,8 +54,8 @@ def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> 
 def row_flops(d: Decoder, row: RowTokens, *, read: Number) -> float:
     """Count a forward over a row and its part of the prompt's."""
     prompt = pass_flops(d, tokens=row.prompt, context=row.prompt / 2, read=0)
-    own = pass_flops(d, tokens=row.completion, context=row.prompt + row.completion / 2, read=read)
-    return prompt / row.prompt_rows + own
+    completion = pass_flops(d, tokens=row.completion, context=row.prompt + row.completion / 2, read=read)
+    return prompt / row.prompt_rows + completion
 
 
 def clean_flops(d: Decoder, row: RowTokens) -> float:

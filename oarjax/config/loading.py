@@ -88,9 +88,9 @@ def check_files(tree: dict[str, Any]) -> None:
     """
     for field, value in flatten(tree).items():
         for text in value if isinstance(value, list) else [value]:
-            found = FILE.fullmatch(text) if isinstance(text, str) else None
-            if found and field.rpartition(".")[2] in FILE_FIELDS and not Path(found[1]).expanduser().is_file():
-                raise ConfigError(f"{field}: no file {found[1]}; set the path of an existing file")
+            match = FILE.fullmatch(text) if isinstance(text, str) else None
+            if match and field.rpartition(".")[2] in FILE_FIELDS and not Path(match[1]).expanduser().is_file():
+                raise ConfigError(f"{field}: no file {match[1]}; set the path of an existing file")
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

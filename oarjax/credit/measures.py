@@ -24,7 +24,7 @@ def measure(
     tokens: Int[Array, "B N"],
     valid: Bool[Array, "B N"],
     *,
-    wanted: Collection[str],
+    signals: Collection[str],
     completion_length: int,
     temperature: float,
     head_chunk: int,
@@ -33,7 +33,7 @@ def measure(
     teacher: Privileged | None = None,
     filters: Filters | None = None,
 ) -> dict[str, Float[Array, "B T ..."]]:
-    """Compute the ``wanted`` signals of the last T tokens; with ``hidden``, their states, without a pass for them.
+    """Compute ``signals`` of the last T tokens; with ``hidden``, their states, without a pass for them.
 
     logps          log pi(y) in nats, of the distribution at ``temperature``, as all others
     entropies      of that distribution, nats
@@ -48,14 +48,14 @@ def measure(
     Raises:
         ValueError: a signal without the reference or the teacher that it needs.
     """
-    if not wanted:
+    if not signals:
         return {}
     places = {"completion_length": completion_length}
     head = {"temperature": temperature, "head_chunk": head_chunk, "filters": filters}
     if hidden is None:
         hidden = last_states(policy, params, tokens, valid, **places)
     arrays, fixed = (hidden, tokens[:, -completion_length:]), None
-    if "hellinger" in wanted:
+    if "hellinger" in signals:
         if reference is None:
             raise ValueError("measure: hellinger needs the reference policy, got None; give reference=...")
         arrays += (last_states(policy, reference, tokens, valid, **places),)
@@ -71,19 +71,19 @@ def measure(
         mine = logits(weights, states)
         logps, entropies = logits_logps(mine, ids.reshape(-1), temperature=temperature, filters=filters)
         out = {"logps": logps, "entropies": entropies, "spread": entropies / jnp.log(mine.shape[-1])}
-        if "score_norms" in wanted:
+        if "score_norms" in signals:
             kept = scaled_logits(mine, ids.reshape(-1), temperature=temperature, filters=filters)
             square = jnp.sum(jax.nn.softmax(kept, axis=-1) ** 2, axis=-1)
             out["score_norms"] = 1 - 2 * jnp.exp(logps) + square
         if others is not None:
             both = (jax.nn.log_softmax(x / temperature, axis=-1) for x in (mine, logits(fixed, others)))
             out["hellinger"] = 1 - jnp.sum(jnp.exp(sum(both) / 2), axis=-1)
-        return {name: x.reshape(ids.shape) for name, x in out.items() if name in wanted}
+        return {name: x.reshape(ids.shape) for name, x in out.items() if name in signals}
 
-    out = in_chunks(read, arrays, head_chunk=head_chunk) if set(wanted) - {"hidden", "teacher_logps"} else {}
-    if "hidden" in wanted:
+    out = in_chunks(read, arrays, head_chunk=head_chunk) if set(signals) - {"hidden", "teacher_logps"} else {}
+    if "hidden" in signals:
         out["hidden"] = widened(hidden)
-    if "teacher_logps" in wanted:
+    if "teacher_logps" in signals:
         if teacher is None:
             raise ValueError("measure: teacher_logps needs the teacher's prompts, got None; give teacher=...")
         rows = privileged_rows(teacher, tokens, valid, completion_length=completion_length)

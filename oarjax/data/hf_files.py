@@ -156,12 +156,12 @@ def check_files(folder: Path, files: Iterable[Path]) -> None:
     cache = folder.resolve().parent.parent if folder.resolve().parent.name == "snapshots" else folder.resolve()
     for file in files:
         try:
-            place = file.resolve(strict=True)
+            target = file.resolve(strict=True)
         except (OSError, RuntimeError):  # a link to nowhere, or to itself
             raise CheckpointError(f"{file} is not a file; fetch the folder again") from None
-        if not place.is_relative_to(cache):
-            raise CheckpointError(f"{file} is a link to {place}, outside its folder; copy the file that is meant here")
-        if not place.is_file():
+        if not target.is_relative_to(cache):
+            raise CheckpointError(f"{file} is a link to {target}, outside its folder; copy the file that is meant here")
+        if not target.is_file():
             raise CheckpointError(f"{file} is not a file; fetch the folder again")
 
 

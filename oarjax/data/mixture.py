@@ -96,17 +96,17 @@ class MixedRows:
         part = int(self._turns[self._taken])
         self._taken += 1
         for _ in range(self._sizes[part]):
-            row, place = self._next_of(part)
+            row, position = self._next_of(part)
             share = 1.0 if self._share is None else self._share(row)
-            if share == 1 or np.random.default_rng([self._seed, part, place]).random() < share:
+            if share == 1 or np.random.default_rng([self._seed, part, position]).random() < share:
                 return row
         return self._next_of(part)[0]
 
     def _next_of(self, part: int) -> tuple[int, int]:
         """Read the next row of a data set; return its number and its place in the order."""
-        place = self._read[part]
+        position = self._read[part]
         self._read[part] += 1
-        return self._firsts[part] + int(self._orders[part][place]), place
+        return self._firsts[part] + int(self._orders[part][position]), position
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values, equal on every process."""

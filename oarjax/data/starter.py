@@ -100,8 +100,8 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
     text = _HEAD.format(source=source, base=base or BASE, target=target, policy=policy) + yaml.dump(
         tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
     )
-    if taken := next((path for path in (target, *parts) if path.exists()), None):
-        raise ConfigError(f"init: {taken} exists; give another file, or remove it")
+    if existing := next((path for path in (target, *parts) if path.exists()), None):
+        raise ConfigError(f"init: {existing} exists; give another file, or remove it")
     for path, content in zip((*parts, target), (*map(_lines, (train, held_out)), text)):
         try:
             path.write_text(content, encoding="utf-8")

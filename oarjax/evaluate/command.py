@@ -140,11 +140,11 @@ def run(
 
 def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
     """Print the paired differences of two evaluations (``oarjax compare``)."""
-    found = compare(read_result(ours), read_result(theirs))
+    comparison = compare(read_result(ours), read_result(theirs))
     if as_json:
-        print(to_json(found, indent=1))
+        print(to_json(comparison, indent=1))
     else:
-        print_comparison(make_console(), found)
+        print_comparison(make_console(), comparison)
 
 
 def with_votes(records: list[dict[str, Any]], grading: GradingConfig, *, samples: int) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
 
 
 def _folder(
-    target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None, family: str | None
+    target: str, origin: Target, asked: Sequence[Asked], k: int | None, temperature: float | None, family: str | None
 ) -> Path:
     """Choose where results go by default: in the run's folder, or in runs/ under the policy's name.
 
@@ -229,12 +229,12 @@ def _folder(
     settings += "" if family is None else f"-{family}"
     what = "-".join(a.name for a in asked) + settings
     path = Path(target).expanduser()
-    if found.checkpoint is not None:
-        what = f"{found.checkpoint.name}-{what}"
+    if origin.checkpoint is not None:
+        what = f"{origin.checkpoint.name}-{what}"
     if (path / "config.yaml").is_file():
         return path / "evaluate" / what
-    if found.checkpoint is not None:
-        return found.checkpoint.parent.parent / "evaluate" / what
+    if origin.checkpoint is not None:
+        return origin.checkpoint.parent.parent / "evaluate" / what
     return Path("runs") / "evaluate" / f"{'-'.join(path.parts[-2:]).strip('/')}-{what}"
 
 

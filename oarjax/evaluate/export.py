@@ -27,9 +27,9 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
         raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
     check_new_folder(target, field="TARGET", remedy="give another folder")
     choose_platform("cpu")
-    found = find_target(source)
-    cfg, folder = read_config(found.policy, revision=found.revision)
-    params, kept = target_params(found, cfg, folder)
+    origin = find_target(source)
+    cfg, folder = read_config(origin.policy, revision=origin.revision)
+    params, kept = target_params(origin, cfg, folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
     written = kept if dtype == "keep" else jnp.dtype(dtype)
@@ -38,7 +38,7 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
         export(target, cfg, params, source=folder, dtype=written, stop_ids=stops, **sizes)
     except OSError as error:
         raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
-    what = f" of {found.checkpoint}" if found.checkpoint is not None else ""
+    what = f" of {origin.checkpoint}" if origin.checkpoint is not None else ""
     make_console().print(f"wrote {parameter_count(cfg):,} parameters{what} to {target}", markup=False)
 
 
@@ -47,14 +47,14 @@ def run_adapters(source: str, target: Path) -> None:
     if target.exists():
         raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
     choose_platform("cpu")
-    found = find_checkpoint(source)
-    if found.cfg is None or found.checkpoint is None or found.cfg.lora.rank == 0:
+    origin = find_checkpoint(source)
+    if origin.cfg is None or origin.checkpoint is None or origin.cfg.lora.rank == 0:
         raise ConfigError(f"SOURCE: {source} is not a checkpoint of a LoRA run; leave out --adapters")
-    model, folder = read_config(found.policy, revision=found.revision)
-    run = Run(found.cfg, mesh=one_device(), model=model, source=folder)
-    state = restored_state(run, found.checkpoint)
+    model, folder = read_config(origin.policy, revision=origin.revision)
+    run = Run(origin.cfg, mesh=one_device(), model=model, source=folder)
+    state = restored_state(run, origin.checkpoint)
     try:
-        write_adapters(target, model, state.params, alpha=found.cfg.lora.alpha, base=found.policy)
+        write_adapters(target, model, state.params, alpha=origin.cfg.lora.alpha, base=origin.policy)
     except CheckpointError as error:
         raise ConfigError(f"SOURCE: {error}") from error
-    make_console().print(f"wrote the adapters of {found.checkpoint} to {target}", markup=False)
+    make_console().print(f"wrote the adapters of {origin.checkpoint} to {target}", markup=False)

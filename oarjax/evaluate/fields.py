@@ -35,9 +35,9 @@ def own_problems(target: Target, text: str) -> Asked:
     if target.cfg is None or target.cfg.data.eval is None:
         raise ConfigError(f"--data: {text} is not a run with held-out problems; give names of benchmarks or files")
     cfg = target.cfg
-    taken = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
+    fields = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
     tree = {
-        name: value for name, value in flatten(cfg.model_dump(mode="json")).items() if name.startswith(tuple(taken))
+        name: value for name, value in flatten(cfg.model_dump(mode="json")).items() if name.startswith(tuple(fields))
     }
     of_eval = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     tree |= {"seed": cfg.seed, **{f"eval.{name}": getattr(cfg.eval, name) for name in of_eval}}

@@ -50,18 +50,18 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
 
 def print_results(console: Console, result: dict[str, Any]) -> None:
     """Print a table with a column for each benchmark."""
-    found = result["benchmarks"]
+    benchmarks = result["benchmarks"]
     table = Table()
     table.add_column("")
-    for benchmark in found:
+    for benchmark in benchmarks:
         table.add_column(Text(visible(benchmark)), justify="right")
-    table.add_row("problems", *[str(f["problems"]) for f in found.values()])
-    for name in dict.fromkeys(name for f in found.values() for name in f["figures"]):
-        table.add_row(name, *[per_cent(f["figures"].get(name)) for f in found.values()])
-    table.add_row("length", *[f"{f['length']:.0f}" for f in found.values()])
-    table.add_row("truncated", *[f"{f['truncated']:.1%}" for f in found.values()])
-    table.add_row("no answer", *[f"{f['no_answer']:.1%}" for f in found.values()])
-    table.add_row("ungraded", *[str(f["ungraded"]) for f in found.values()])
+    table.add_row("problems", *[str(f["problems"]) for f in benchmarks.values()])
+    for name in dict.fromkeys(name for f in benchmarks.values() for name in f["figures"]):
+        table.add_row(name, *[per_cent(f["figures"].get(name)) for f in benchmarks.values()])
+    table.add_row("length", *[f"{f['length']:.0f}" for f in benchmarks.values()])
+    table.add_row("truncated", *[f"{f['truncated']:.1%}" for f in benchmarks.values()])
+    table.add_row("no answer", *[f"{f['no_answer']:.1%}" for f in benchmarks.values()])
+    table.add_row("ungraded", *[str(f["ungraded"]) for f in benchmarks.values()])
     console.print(table)
     console.print(f"Per cent, {INTERVALS}.", style="dim", markup=False)
 
@@ -89,8 +89,8 @@ def read_result(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate") from None
-    found = tree.get("benchmarks") if isinstance(tree, dict) else None
-    if not isinstance(found, dict) or not all(map(_is_compared, found.values())):
+    benchmarks = tree.get("benchmarks") if isinstance(tree, dict) else None
+    if not isinstance(benchmarks, dict) or not all(map(_is_compared, benchmarks.values())):
         raise ConfigError(f"{path}: not the results of oarjax evaluate; expected its results.json or its folder")
     return tree
 
@@ -103,9 +103,9 @@ class _Compared(BaseModel):
     by_problem: dict[str, list[float | None]]
 
 
-def _is_compared(found: Any) -> bool:
+def _is_compared(tree: Any) -> bool:
     try:
-        values = _Compared.model_validate(found).by_problem
+        values = _Compared.model_validate(tree).by_problem
     except ValidationError:
         return False
     return "problem" in values and len(set(map(len, values.values()))) == 1
@@ -145,16 +145,16 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return {"benchmarks": out}
 
 
-def print_comparison(console: Console, found: dict[str, Any]) -> None:
+def print_comparison(console: Console, comparison: dict[str, Any]) -> None:
     table = Table()
     for heading in ("benchmark", "figure", "difference in points", "problems"):
         table.add_column(heading, justify="right" if heading[0] in "dp" else "left")
-    for benchmark, compared in found["benchmarks"].items():
+    for benchmark, compared in comparison["benchmarks"].items():
         for name, figure in compared["figures"].items():
             table.add_row(Text(visible(benchmark)), name, per_cent(figure), str(figure["problems"]))
     console.print(table)
     console.print("First minus second, paired by problem; 95% intervals, Student's t.", style="dim", markup=False)
-    for benchmark, compared in found["benchmarks"].items():
+    for benchmark, compared in comparison["benchmarks"].items():
         if compared["settings"]:
             differ = ", ".join(f"{key} {a!r} and {b!r}" for key, (a, b) in compared["settings"].items())
             console.print(visible(f"{benchmark}: the settings differ: {differ}"), markup=False)

@@ -201,10 +201,10 @@ def joined(
     )
 
 
-def worker_count(wanted: int | Literal["auto"], *, cores: int | None = None) -> int:
+def worker_count(count: int | Literal["auto"], *, cores: int | None = None) -> int:
     """Resolve ``auto`` by the cores that this process may use: half of them, at least 2 and at most 32."""
-    if wanted != "auto":
-        return wanted
+    if count != "auto":
+        return count
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // 2, 2), 32)

@@ -127,11 +127,11 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Registered], Register
         raise ValueError(f"reward {name!r}: per must be sample, batch or group, got {per!r}")
 
     def register(function: Registered) -> Registered:
-        place = _place(function)
+        source = _place(function)
         other = _places.get(name) if name in _registry else None
-        if other is not None and other != place:
-            raise ValueError(f"reward {name!r} is registered twice: in {other} and {place}; rename one")
-        _registry[name], _places[name] = function, place
+        if other is not None and other != source:
+            raise ValueError(f"reward {name!r} is registered twice: in {other} and {source}; rename one")
+        _registry[name], _places[name] = function, source
         _per.pop(name, None)
         if per != "sample":
             _per[name] = per

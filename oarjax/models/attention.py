@@ -23,13 +23,13 @@ BlockedKind = Literal["splash", "blocked", "cudnn"]
 AttentionKind = Literal["xla"] | BlockedKind
 
 
-def attention_for(wanted: Literal["auto"] | AttentionKind, mesh: Mesh) -> AttentionKind:
+def attention_for(kind: Literal["auto"] | AttentionKind, mesh: Mesh) -> AttentionKind:
     """Resolve ``auto`` by the mesh: splash on TPUs, xla on CPUs, blocked elsewhere.
 
     The mesh's devices decide, not JAX's default backend: a program may be compiled for devices that are elsewhere.
     """
-    if wanted != "auto":
-        return wanted
+    if kind != "auto":
+        return kind
     kinds: dict[str, AttentionKind] = {"tpu": "splash", "cpu": "xla"}
     return kinds.get(mesh.devices.flat[0].platform, "blocked")
 

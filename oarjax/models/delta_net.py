@@ -61,8 +61,8 @@ def chunked(
     between = jnp.where(behind, jnp.exp(gap), 0)
     system = exact("...id,...jd->...ij", k * rate[..., None], k) * between
     decayed = jnp.exp(total)[..., None]
-    known = jnp.concatenate([v, k * decayed], axis=-1) * rate[..., None]
-    solved = exact("...ij,...jd->...id", inverse_of(system), known)
+    right = jnp.concatenate([v, k * decayed], axis=-1) * rate[..., None]
+    solved = exact("...ij,...jd->...id", inverse_of(system), right)
     values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
     within = exact("...id,...jd->...ij", q, k) * between
     left = jnp.exp(total[..., -1:] - total)[..., None]
@@ -204,7 +204,7 @@ def empty_state(sizes: DeltaSizes, *shape: int, dtype: Any) -> DeltaState:
 
 
 def state_before(
-    own: DeltaState | None, begun: Bool[Array, "B"] | None, prefix: DeltaState | None, empty: DeltaState
+    stored: DeltaState | None, begun: Bool[Array, "B"] | None, prefix: DeltaState | None, empty: DeltaState
 ) -> DeltaState:
     """Return one layer's state before the new tokens: a row's own where it has begun, else that of its prefix.
 
@@ -212,6 +212,6 @@ def state_before(
     """
     rows = empty.tail.shape[0]
     before = empty if prefix is None else jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), prefix)
-    if own is None or begun is None:
+    if stored is None or begun is None:
         return before
-    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), x, y), own, before)
+    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), x, y), stored, before)

@@ -105,10 +105,10 @@ def causal_mixer(
     """Return a function (stored keys and values, q, own k, own v) -> attention, causal among the new."""
     rows = valid.shape[0]
 
-    def joined(parts: Sequence[Array], own: Array) -> Array:
-        """Put the stored before the own; what several rows share is repeated, for one layer at a time."""
+    def joined(parts: Sequence[Array], new: Array) -> Array:
+        """Put the stored before the new; what several rows share is repeated, for one layer at a time."""
         each = (x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0) for x in parts)
-        return jnp.concatenate([*each, own], axis=1)
+        return jnp.concatenate([*each, new], axis=1)
 
     seen = joined(written, valid)
 

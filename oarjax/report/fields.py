@@ -81,14 +81,14 @@ def _rows(
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         path, section = f"{prefix}{name}", _section(field, root)
-        given = defaults.get(name, field.get("default"))
-        default = "required" if name in required and name not in defaults else _plain(given)
+        value = defaults.get(name, field.get("default"))
+        default = "required" if name in required and name not in defaults else _plain(value)
         if section is None:
             yield FieldRow(path, default, _accepted(field, root), field.get("description", ""))
             continue
         if default == "null":  # a section that may be left out
             yield FieldRow(path, default, "null or a section", field.get("description", ""))
-        yield from _rows(section, root, f"{path}.", given if isinstance(given, Mapping) else MappingProxyType({}))
+        yield from _rows(section, root, f"{path}.", value if isinstance(value, Mapping) else MappingProxyType({}))
 
 
 def _section(field: Schema, root: Schema) -> Schema | None:

@@ -131,9 +131,9 @@ def _check_array(
         remedy = f"; for a single row pass {name}[None]" if len(value.shape) == len(axes) - 1 else ""
         raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
     for axis, size in matched.items():
-        known, source = sizes.setdefault(axis, (size, name))
-        if known != size:
-            raise ArgumentError(f"{expected} with {axis.lstrip('*')} = {known} as in {source}, got {_described(value)}")
+        prior, source = sizes.setdefault(axis, (size, name))
+        if prior != size:
+            raise ArgumentError(f"{expected} with {axis.lstrip('*')} = {prior} as in {source}, got {_described(value)}")
 
 
 def _has_dtype(value: Any, hint: type[AbstractArray]) -> bool:

@@ -18,9 +18,9 @@ TILE = 128
 """Slots of a cache are whole multiples of this, if there are so many: the lanes of a TPU."""
 
 
-def cache_step(max_new: int, wanted: int | None) -> int:
-    """Return the slots that are read at first: ``wanted``, or an eighth of max_new and at least 128."""
-    return min(wanted or max(128, -(-max_new // 8)), max(max_new - 1, 1))
+def cache_step(max_new: int, slots: int | None) -> int:
+    """Return the slots that are read at first: ``slots``, or an eighth of max_new and at least 128."""
+    return min(slots or max(128, -(-max_new // 8)), max(max_new - 1, 1))
 
 
 class RowBucket(NamedTuple):

@@ -102,7 +102,7 @@ class Spent(NamedTuple):
         return Spent(*(max(a, b) if name.startswith("gap") else a + b for name, a, b in both))
 
     def metrics(self) -> dict[str, float]:
-        """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
+        """Return decode steps, the share of their rows that were unfinished, and that of empty slots read."""
         measured = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
         if self.syncing:
             measured["sync_seconds"] = self.syncing

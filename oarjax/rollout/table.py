@@ -43,12 +43,12 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, drawn: D
     """Return the table after a segment: ``rows`` of the layout [D * r] and their draws in its K steps, [K, D * r]."""
     blocks, n = layout.shape[0], table.rows.token.shape[0] // layout.shape[0]
     same = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
-    found, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
+    in_segment, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
 
     def back(old: Array, new: Array) -> Array:
         wide = (slice(None), slice(None), *[None] * (new.ndim - 1))
         moved = jnp.take_along_axis(_in_blocks(new, blocks), slot[wide], axis=1)
-        return jnp.where(found[wide], moved, _in_blocks(old, blocks)).reshape(old.shape)
+        return jnp.where(in_segment[wide], moved, _in_blocks(old, blocks)).reshape(old.shape)
 
     before = table.rows
     after = Rows(

@@ -99,8 +99,8 @@ def read_prompts(
     Chat templates show the policy the tools of the ``environment``.
     """
     parts, first = [], 0
-    for place, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
-        problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=place)]
+    for section, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
+        problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=section)]
         parts.append(encode_problems(problems, tokenizer, **rendering(cfg, environment), max_prompt=cfg.max_prompt))
         first += len(problems)
     problems, prompts = sum((part.problems for part in parts), ()), sum((part.prompts for part in parts), ())

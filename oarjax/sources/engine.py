@@ -181,9 +181,9 @@ class EngineSource:
             )
         return [turn_of(line) for line in sorted(lines, key=lambda line: line["row"])]
 
-    def _reload(self, place: str) -> None:
+    def _reload(self, folder: str) -> None:
         """Let the engine read its weights from a folder. Requests that a run that died has left are ended."""
-        load = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+        load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self._all_of({"/pause?mode=abort": {}, "/collective_rpc": load, "/reset_prefix_cache": {}, "/resume": {}})
         self._named = None
 

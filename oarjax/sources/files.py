@@ -107,13 +107,13 @@ def read_groups(
 def _rows(path: Path) -> dict[RowId, tuple[str, dict[str, Any]]]:
     """Return the lines of turns by their ids, with their places; of two lines of a turn the later one counts."""
     rows = {}
-    for number, (place, line) in enumerate(_lines(path)):
+    for number, (where, line) in enumerate(_lines(path)):
         if "spent" not in line or line.get("tokens") is not None:
             line = {"iteration": 0, "attempt": 0, "row": number, "turn": 0, "finish": None, **line}
             try:
-                rows[place_of(line)] = (place, line)
+                rows[place_of(line)] = (where, line)
             except ValueError as error:
-                raise DataError(f"{place}: {error}") from None
+                raise DataError(f"{where}: {error}") from None
     return rows
 
 

@@ -153,8 +153,8 @@ class LaggedSource:
     ) -> list[Turn]:
         """Return the turns of an iteration, and draw those of the one that is a lag later."""
         self.settle()
-        wanted = [batch.iteration + n for n in range(self._lag + 1) if batch.iteration + n <= self._last]
-        batches = [batch] + [self._batch_of(n, self._prompts.ahead(n - batch.iteration - 1)) for n in wanted[1:]]
+        iterations = [batch.iteration + n for n in range(self._lag + 1) if batch.iteration + n <= self._last]
+        batches = [batch] + [self._batch_of(n, self._prompts.ahead(n - batch.iteration - 1)) for n in iterations[1:]]
         missing = [each for each in batches if each.iteration not in self._held]
         if missing and missing[0] is batch:  # the run has just begun, or resumes
             self._draw_all(missing[:1])

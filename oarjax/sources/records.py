@@ -198,14 +198,14 @@ class RecordedSource:
     ) -> list[Turn]:
         """Return the recorded turns of a batch, and draw the others; all are on the disk on return."""
         requests, problems = batch.requests, np.repeat(np.asarray(batch.prompts.problem), batch.group_size)
-        known = self._records.known(batch, requests)
-        turns = {b: turn_of(line) for b, line in known.lines.items()}
+        recorded = self._records.known(batch, requests)
+        turns = {b: turn_of(line) for b, line in recorded.lines.items()}
         missing = np.setdiff1d(np.arange(len(requests)), list(turns))
-        if known.spent is not None and not len(missing):
-            self._spent = self._spent.plus(known.spent)
-            _report_again(batch, known, turns, report)
+        if recorded.spent is not None and not len(missing):
+            self._spent = self._spent.plus(recorded.spent)
+            _report_again(batch, recorded, turns, report)
             return [turns[b] for b in sorted(turns)]
-        numbers = {b: line["report"] for b, line in known.lines.items()}
+        numbers = {b: line["report"] for b, line in recorded.lines.items()}
         number, written = count(1 + max((n for n in numbers.values() if n is not None), default=-1)), set[int]()
 
         def line(turn: Turn) -> dict[str, Any]:
@@ -224,14 +224,14 @@ class RecordedSource:
             numbers.clear()
             number = count()
         else:
-            _report_again(batch, known, turns, report)
+            _report_again(batch, recorded, turns, report)
         drawn = self._source.draw(batch, keep, rows=missing)
         spent = self._source.spent()
         if turns and not self._source.together:
             spent = spent.plus(Spent(redrawn=len(missing)))
         lines = [line(turn) for turn in drawn if turn.id.row not in written]
-        place = {"iteration": batch.iteration, "attempt": batch.attempt}
-        self._records.append(batch.iteration, [*lines, {**place, "spent": spent._asdict()}])
+        key = {"iteration": batch.iteration, "attempt": batch.attempt}
+        self._records.append(batch.iteration, [*lines, {**key, "spent": spent._asdict()}])
         self._spent = self._spent.plus(spent)
         turns |= {turn.id.row: turn for turn in drawn}
         return [turns[b] for b in sorted(turns)]
@@ -261,10 +261,10 @@ class RecordedSource:
         self._source.close()
 
 
-def _report_again(batch: Batch, known: Known, turns: dict[int, Turn], report: Report | None) -> None:
+def _report_again(batch: Batch, recorded: Known, turns: dict[int, Turn], report: Report | None) -> None:
     """Report recorded rows in the batches of their first draw."""
     by_number: dict[int, list[int]] = {}
-    for b, line in sorted(known.lines.items()):
+    for b, line in sorted(recorded.lines.items()):
         if line["report"] is not None:
             by_number.setdefault(line["report"], []).append(b)
     if report is None or not by_number:

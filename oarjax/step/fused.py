@@ -154,8 +154,8 @@ class FusedPass:
 
         def step(i: Int[Array, ""], so_far: FusedSums) -> FusedSums:
             its_rows, its_grades = cut(jax.tree.map(lambda x: x[i], (rows, graded)), bucket, length=full)
-            own = {"prompt_rows": 1 if bucket is None else bucket.prompt_rows}
-            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe, **own)
+            options = {"prompt_rows": 1 if bucket is None else bucket.prompt_rows}
+            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe, **options)
 
             def placed(every: Array, x: Array, outside: int) -> Array:
                 return every.at[i].set(jnp.pad(x, ((0, 0), (0, full - x.shape[-1])), constant_values=outside))

@@ -111,15 +111,15 @@ def apply_sums(
             for name in ("step", "params", "opt_state")
         },
     )
-    once = jnp.ones((), jnp.float32)
+    one = jnp.ones((), jnp.float32)
     wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
-    shown = {} if bonus is None else {"entropy_bonus": Mean(bonus, once)}
+    shown = {} if bonus is None else {"entropy_bonus": Mean(bonus, one)}
     return kept, sums.metrics | {
         **shown,
-        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), once) for name, flag in wrong.items()},
+        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), one) for name, flag in wrong.items()},
         "loss": Mean(mean.total, count),
-        "grad_norm": Mean(norm, once),
-        "skipped": Mean(1 - finite.astype(jnp.float32), once),
+        "grad_norm": Mean(norm, one),
+        "skipped": Mean(1 - finite.astype(jnp.float32), one),
     }
 
 

@@ -164,13 +164,13 @@ def sampler_spread(logps: Float[Array, "B T"], batch: TrainBatch, *, off_policy:
     mask, tokens = batch.completion, jnp.sum(batch.completion).astype(jnp.float32)
     gaps = jnp.where(mask, jnp.abs(old - batch.behaviour_logps), 0).astype(jnp.float32)
     above = jnp.sum(gaps[..., None] > GAP_BOUNDS, axis=(0, 1)).astype(jnp.float32)
-    found = {GAP_COUNTS: Mean(above, tokens)}
+    metrics = {GAP_COUNTS: Mean(above, tokens)}
     if off_policy.weighting in ("token_truncate", "sequence_truncate"):
         bounds = {"low": off_policy.low, "high": off_policy.high}
         weights = importance_weights(old, batch.behaviour_logps, mask, weighting=off_policy.weighting, **bounds)
         at_bound = ((weights >= off_policy.high) | (weights <= off_policy.low)) & mask
-        found["sampler_truncated"] = Mean(jnp.sum(at_bound).astype(jnp.float32), tokens)
-    return found
+        metrics["sampler_truncated"] = Mean(jnp.sum(at_bound).astype(jnp.float32), tokens)
+    return metrics
 
 
 def token_loss(

@@ -189,7 +189,7 @@ def make_steps(
     scores_reference = cfg.loss.scores_reference  # otherwise rollouts bring its log-probs, or nothing reads them
     wants_old = cfg.loss.kl_in == "token" or cfg.update.epochs * cfg.update.minibatches > 1
     read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
-    wanted = {"logps", *read} if wants_old else read
+    measures = {"logps", *read} if wants_old else read
     scorer_for = partial(method.scorer, temperature=roll.temperature, pad_id=pad_id)
     scorer_for(policy)  # fails on what cannot go together
     weights_of = method.weigher(keyword_table=keyword_table)
@@ -227,20 +227,20 @@ def make_steps(
             if probed is not None:
                 probed = cut(probed, bucket, length=full, room=probed[0].completion.shape[-1] - full)
             length = r.completion.shape[-1]
-            own = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
+            batch = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
             probed_rows, marked = probed or (r, s)
             attributed = score_of(params, probed_rows, marked, row_keys(key, numbers), probe)
             outcome = outcome_of(sharing, params, probed_rows, marked, attributed.hidden) if soft else None
             if probed is not None:  # its reasoning stands where the rollout's does; its clean states do not
                 kept = jax.tree.map(lambda x: x[:, :length], (attributed.importance, attributed.values))
                 attributed = attributed._replace(importance=kept[0], values=kept[1], hidden=None)
-            if r.experts is not None and wanted:  # the attribution's router chose for itself
-                attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **own))
+            if r.experts is not None and measures:  # the attribution's router chose for itself
+                attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **batch))
             measured = measure(
                 sharing,
                 params,
-                **own,
-                wanted=wanted,
+                **batch,
+                signals=measures,
                 hidden=attributed.hidden,  # of the attribution's clean pass, if there is one
                 reference=reference,
                 teacher=teacher,
@@ -248,7 +248,7 @@ def make_steps(
             )
             scores = Scores(
                 old_logps=measured["logps"] if wants_old else None,
-                ref_logps=token_logps(compared, reference, **own, **head)[0] if scores_reference else r.teacher_logps,
+                ref_logps=token_logps(compared, reference, **batch, **head)[0] if scores_reference else r.teacher_logps,
                 importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
                 values=attributed.values,

@@ -99,8 +99,8 @@ def with_reference(
     filled = valid[:, prompt:]
     zeros = np.zeros(filled.shape, np.float32)
     probed: Any = Rollout(out, valid, filled, zeros, zeros, ended)  # pyright: ignore[reportArgumentType]
-    found: Any = AnswerSpan(reasoning=reasoning, answer=answer, has_answer=reasoning.any(1))  # pyright: ignore[reportArgumentType]
-    return probed, found if stop_id is None else replace(found, outcome=outcome)
+    probed_span: Any = AnswerSpan(reasoning=reasoning, answer=answer, has_answer=reasoning.any(1))  # pyright: ignore[reportArgumentType]
+    return probed, probed_span if stop_id is None else replace(probed_span, outcome=outcome)
 
 
 def _with_units(credit: CreditSettings, span: AnswerSpan, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:

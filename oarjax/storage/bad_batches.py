@@ -103,14 +103,14 @@ def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
                 f"{path} has format {header.get('format')!r:.40}, expected {FORMAT}; replay it with the version that "
                 f"wrote it (oarjax {wrote})"
             )
-        found = Header(**header)
-        _check_header(found)
+        checked = Header(**header)
+        _check_header(checked)
         _check_arrays(arrays)
     except BadBatchError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadBatchError(f"{path} is not as a run writes it ({error}); it cannot be replayed") from None
-    return found, _evidence(_nested(arrays))
+    return checked, _evidence(_nested(arrays))
 
 
 def read_params(path: Path) -> Params:

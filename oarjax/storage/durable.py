@@ -76,10 +76,10 @@ def in_mounted_bucket(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
     except OSError:  # no Linux
         return False
     here, kinds = path.absolute(), {}
-    for _, place, kind, *_ in lines:
-        place = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), place))  # a space is \040 there
-        if here.is_relative_to(place):
-            kinds[len(place.parts)] = kind
+    for _, mount, kind, *_ in lines:
+        mount = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), mount))  # a space is \040 there
+        if here.is_relative_to(mount):
+            kinds[len(mount.parts)] = kind
     return bool(kinds) and kinds[max(kinds)] == "fuse.gcsfuse"
 
 

@@ -163,17 +163,17 @@ def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str, 
     Raises:
         ConfigError: ``what`` holds another run; lists the fields that differ, and those that may.
     """
-    found = differences(before, cfg, extend=extend)
-    if found.refused:
-        others = f"; these may differ: {found.words()}" if found.words() else ""
+    changes = differences(before, cfg, extend=extend)
+    if changes.refused:
+        others = f"; these may differ: {changes.words()}" if changes.words() else ""
         longer = not differences(before, cfg, extend=True).refused
         hint = f"its rates by optim.schedule={cfg.optim.schedule} end with iterations: pass --extend to train longer, "
         raise ConfigError(
-            f"run_dir: {what} holds a run of another config ({listed(found.refused)}); {hint if longer else ''}set "
+            f"run_dir: {what} holds a run of another config ({listed(changes.refused)}); {hint if longer else ''}set "
             "another run_dir=..., restore that config to resume it, or pass --restart to move it aside and start "
             f"over{others}"
         )
-    return found
+    return changes
 
 
 def has_progress(folder: Path) -> bool:

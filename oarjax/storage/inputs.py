@@ -87,15 +87,15 @@ def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat
                     path.unlink()
         _write(folder, RecordedInputs(dict(now), dict(files or {})))
         return NO_DIFFERENCES
-    found = compare(recorded.inputs, now)
-    if found.refused:
+    changes = compare(recorded.inputs, now)
+    if changes.refused:
         raise ConfigError(
-            f"run_dir: {folder} was trained from other inputs ({listed(found.refused)}); restore them to resume it, "
+            f"run_dir: {folder} was trained from other inputs ({listed(changes.refused)}); restore them to resume it, "
             "set another run_dir=..., or pass --restart to move it aside and start over"
         )
     if files and files != recorded.files:
         _write(folder, RecordedInputs(recorded.inputs, {**recorded.files, **files}))
-    return found
+    return changes
 
 
 def add_inputs(folder: Path, later: Mapping[str, str]) -> None:

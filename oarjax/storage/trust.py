@@ -87,7 +87,7 @@ def code_digest(code: str) -> str:
 
 def _beside(file: Path) -> set[Path]:
     """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
-    found, todo = {file}, [file]
+    reached, todo = {file}, [file]
     while todo:
         try:
             tree = ast.parse(todo.pop().read_bytes())
@@ -100,9 +100,9 @@ def _beside(file: Path) -> set[Path]:
             for name in names:
                 top = file.parent / name.split(".")[0]
                 modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
-                todo += modules - found
-                found |= modules
-    return found
+                todo += modules - reached
+                reached |= modules
+    return reached
 
 
 def state_folder() -> Path:

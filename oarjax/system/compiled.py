@@ -51,17 +51,17 @@ def remove_broken_entries(folder: Path) -> int:
     A folder that cannot be read or written is left as it is.
     """
     decompress = getattr(compilation_cache, "decompress_executable", None)
-    removed, known = 0, {}
+    removed, checked = 0, {}
     if decompress is None:
         return 0
     with suppress(OSError, ValueError):
-        known = dict(json.loads((folder / CHECKED).read_text(encoding="utf-8")))
+        checked = dict(json.loads((folder / CHECKED).read_text(encoding="utf-8")))
     whole = {}
     with suppress(OSError):
         for entry in folder.glob("*-cache"):
             state = entry.stat()
             mark = [state.st_size, state.st_mtime_ns]
-            if known.get(entry.name) != mark:
+            if checked.get(entry.name) != mark:
                 try:
                     decompress(entry.read_bytes())
                 except OSError:
@@ -71,7 +71,7 @@ def remove_broken_entries(folder: Path) -> int:
                     removed += 1
                     continue
             whole[entry.name] = mark
-        if whole != known:
+        if whole != checked:
             fresh = folder / f".{CHECKED}-{os.getpid()}"
             fresh.write_text(json.dumps(whole), encoding="utf-8")
             fresh.replace(folder / CHECKED)

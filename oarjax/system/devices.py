@@ -49,23 +49,23 @@ class DeviceError(UserError, RuntimeError):
     """Raised when devices, the mesh or other processes do not fit the config."""
 
 
-def choose_platform(wanted: str) -> str:
+def choose_platform(device: str) -> str:
     """Select JAX's platform ("auto": JAX chooses) and return its name; call before anything touches a device.
 
     Raises:
         DeviceError: this machine has no such device, or JAX cannot reach it.
     """
-    if wanted == "cpu":
+    if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
         raise DeviceError(f"device: JAX finds no usable device: {error}") from error
-    if wanted not in ("auto", platform):
+    if device not in ("auto", platform):
         install = 'Install the extra (pip install "oarjax[{}]"), free the device'
-        remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(wanted, "Set JAX_PLATFORMS=cpu")
+        remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(device, "Set JAX_PLATFORMS=cpu")
         raise DeviceError(
-            f"device: expected {wanted}, but JAX finds {platform} ({jax.devices()[0].device_kind}). "
+            f"device: expected {device}, but JAX finds {platform} ({jax.devices()[0].device_kind}). "
             f"{remedy}, or set device: {platform}"
         )
     return platform
@@ -126,9 +126,9 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_FROM)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    own = cache_on_every_process(path)
-    remove_broken_entries(own)
-    return own
+    process_folder = cache_on_every_process(path)
+    remove_broken_entries(process_folder)
+    return process_folder
 
 
 def peak_flops(dtype: Any, *, seconds: float = 0.0) -> tuple[float, str]:

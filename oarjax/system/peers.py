@@ -137,9 +137,9 @@ def accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:
     Raises:
         OSError: not all of them called in time.
     """
-    found: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     end = time.monotonic() + PATIENCE
-    while len(found) < jax.process_count() - 1:
+    while len(connections) < jax.process_count() - 1:
         server.settimeout(max(end - time.monotonic(), 0.01))
         connection, _ = server.accept()
         connection.settimeout(5)
@@ -150,8 +150,8 @@ def accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:
         if not secrets.compare_digest(said[: len(token)], token):
             connection.close()
             continue
-        found[int.from_bytes(said[len(token) :], "big")] = kept_alive(connection)
-    return found
+        connections[int.from_bytes(said[len(token) :], "big")] = kept_alive(connection)
+    return connections
 
 
 def called(address: str, port: int, token: bytes) -> socket.socket:

@@ -67,9 +67,9 @@ def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend
 @contextmanager
 def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
     """Move a run's folder aside; move it back if the new run is refused before it begins."""
-    for name, given in (("policy.path", cfg.policy.path), ("lora.start", cfg.lora.start)):
-        if given is not None and folder in Path(given).expanduser().absolute().parents:
-            raise ConfigError(f"{name}: {given} lies in the run that --restart moves aside; set another run_dir=...")
+    for name, path in (("policy.path", cfg.policy.path), ("lora.start", cfg.lora.start)):
+        if path is not None and folder in Path(path).expanduser().absolute().parents:
+            raise ConfigError(f"{name}: {path} lies in the run that --restart moves aside; set another run_dir=...")
     join_processes(**cfg.distributed.model_dump())
     moved: list[Path | None] = []
     only_first(lambda: moved.append(put_aside(folder)))

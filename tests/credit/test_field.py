@@ -119,7 +119,7 @@ def test_signals_are_what_the_whole_distributions_say():
     settings = {"completion_length": T, "temperature": 0.7, "head_chunk": 3}
 
     def measured(wanted, *, filters=None, **others):
-        program = jax.jit(partial(measure, policy, wanted=wanted, filters=filters, **settings))
+        program = jax.jit(partial(measure, policy, signals=wanted, filters=filters, **settings))
         return program(params, tokens=tokens, valid=valid, **others)
 
     found = measured(MEASURES, reference=other, teacher=teacher)

@@ -68,28 +68,28 @@ def row_spans(pieces: Sequence[bytes], *, most: int) -> list[tuple[int, int]]:
 
 def _calculations(pieces: Sequence[bytes], *, most: int) -> list[tuple[int, int]]:
     stops = np.cumsum([len(piece) for piece in pieces])
-    found = []
+    spans = []
     for match in CALCULATION.finditer(b"".join(pieces)):
         start, stop = (int(np.searchsorted(stops, at, side="right")) for at in (match.start(), match.end() - 1))
         if not _is_latex(pieces[start : stop + 1]):
-            found.append((start, stop + 1))
-    return found[:most]
+            spans.append((start, stop + 1))
+    return spans[:most]
 
 
 def _sentences(pieces: Sequence[bytes], *, most: int) -> list[tuple[int, int]]:
     """List the sentences, the rest behind the last of ``most`` included, if it is long enough."""
-    found, start = [], 0
+    spans, start = [], 0
     for at, piece in enumerate(pieces):
         if piece.strip() not in (b".", b"!", b"?") and b"\n\n" not in piece:
             continue
         if at + 1 - start >= SENTENCE and not _is_latex(pieces[start : at + 1]):
-            found.append((start, at + 1))
+            spans.append((start, at + 1))
         start = at + 1
-        if len(found) >= most:
+        if len(spans) >= most:
             break
     if len(pieces) - start >= SENTENCE and not _is_latex(pieces[start:]):
-        found.append((start, len(pieces)))
-    return found
+        spans.append((start, len(pieces)))
+    return spans
 
 
 def _is_latex(pieces: Sequence[bytes]) -> bool:

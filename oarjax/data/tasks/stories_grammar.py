@@ -236,10 +236,10 @@ def draw_facts(draw: random.Random, schema: Sequence[str], *, highest: int) -> l
         for _ in range(20):
             facts, total = [], answer
             for kind in reversed(schema):
-                found = _before(draw, kind, total, highest)
-                if found is None:
+                drawn = _before(draw, kind, total, highest)
+                if drawn is None:
                     break
-                numbers, total = found
+                numbers, total = drawn
                 facts.append(Fact(kind, numbers))
             else:
                 if total >= 2:

@@ -40,12 +40,12 @@ def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path 
         StageError: ``only`` names an unknown stage.
     """
     stages, console = chosen(only), make_console()
-    place = (folder or out.with_name(f"{out.stem}-files")).absolute()
-    job = {"device": device, "folder": str(place), "bucket": None if bucket is None else str(bucket.absolute())}
+    files = (folder or out.with_name(f"{out.stem}-files")).absolute()
+    job = {"device": device, "folder": str(files), "bucket": None if bucket is None else str(bucket.absolute())}
     with storage_errors(out):
         if folder is None:
-            shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(files, ignore_errors=True)
+        files.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
     results = []
     with Workers(job, out.with_suffix(".log")) as workers:

@@ -245,12 +245,12 @@ def credit_tokens(
         return relative(kind, credit_of_kind, shaped, advantages, is_token)
 
     def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        found = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
-        inputs = jax.tree.map(jnp.asarray, others | found)
+        by_name = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
+        inputs = jax.tree.map(jnp.asarray, others | by_name)
         weights = np.asarray(weights_of(inputs, span, advantages, is_token, key))
         if credit.method == "random":
             return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
-        ranking = next(iter(found.values())) if set(found) in ({"importance"}, {"entropies"}) else None
+        ranking = next(iter(by_name.values())) if set(by_name) in ({"importance"}, {"entropies"}) else None
         if ranking is None or kind != "weights" or credit.method in ("permuted", "custom"):
             return weights, weights
         return ranking, weights

@@ -97,7 +97,7 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
                 params,
                 r.tokens,
                 r.valid,
-                wanted=names,
+                signals=names,
                 completion_length=r.completion.shape[1],
                 temperature=roll.temperature,
                 head_chunk=cfg.policy.head_chunk,

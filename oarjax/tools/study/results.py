@@ -108,10 +108,10 @@ def measured_run(run: Planned) -> RunMeasures:
     """Measure a finished run, from the study's records or from its folder."""
     record = read_records(run.records).get(run.digest)
     if record is not None:
-        known: dict[str, Any] = {n: math.nan if value is None else value for n, value in record["measures"].items()}
+        measures: dict[str, Any] = {n: math.nan if value is None else value for n, value in record["measures"].items()}
         try:
-            pairs = {name: [tuple(pair) for pair in known.get(name, [])] for name in ("curve", "drift")}
-            fields: dict[str, Any] = known | pairs
+            pairs = {name: [tuple(pair) for pair in measures.get(name, [])] for name in ("curve", "drift")}
+            fields: dict[str, Any] = measures | pairs
             return RunMeasures(**fields)
         except TypeError as error:  # of another version
             raise RecordsError(
@@ -182,13 +182,13 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
         tree["budget"] = budget(plan)
     if plan.study.sweep is not None:
         cells = [(cell.values, measured_runs(cell.runs)) for cell in plan.cells]
-        own = _of(measured[plan.study.sweep.of], "area")
+        base = _of(measured[plan.study.sweep.of], "area")
         tree["sweep"] = {
             "of": plan.study.sweep.of,
             "seeds": list(plan.study.sweep.seeds),
             "fields": {name: list(values) for name, values in plan.study.sweep.over.items()},
             "cells": [
-                {"values": list(values), **_arm(runs), "difference": _plain(seed_difference(_of(runs, "area"), own))}
+                {"values": list(values), **_arm(runs), "difference": _plain(seed_difference(_of(runs, "area"), base))}
                 for values, runs in cells
                 if runs
             ],
