@@ -29,9 +29,9 @@ def operands():
     return draw.normal(size=(4, ROWS, INTO)), draw.normal(size=(4, COUNT, INTO, OUT)), draw.normal(size=(4, ROWS, OUT))
 
 
-@pytest.mark.parametrize("block", [4, 512])
+@pytest.mark.parametrize("block", [2, 5, 512])
 def test_grouped_products_and_their_gradients(block, operands, x64, monkeypatch):
-    """With groups of less than a block, of one, and of more."""
+    """With groups of less than a block, of one, and of more; the last blocks of 5 and 12 begin before their group."""
     monkeypatch.setattr("oarjax.models.grouped_dot.BLOCK", block)
     rows, matrices, ct = (x[0] for x in operands)
     sizes = jnp.asarray(SIZES)

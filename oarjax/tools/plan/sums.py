@@ -109,9 +109,9 @@ def count(
     experts = model.experts.count if model.experts else 1
 
     def trips(op_name: str, branching: bool) -> float:
-        if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while$", op_name):
-            rows, held = map(int, outer.groups())
-            return float(even_blocks(rows, held, min(held / experts, 1.0)))
+        if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while/body/.*while$", op_name):
+            rows, held = map(int, outer.groups())  # the first block of every group is in no loop
+            return even_blocks(rows, held, min(held / experts, 1.0)) / held - 1.0
         if op_name.startswith(DECODE):
             return float(steps)
         if op_name.endswith(f"{CANDIDATES}/while"):
