@@ -51,7 +51,7 @@ def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[s
     now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
     if run.cfg.rollout.recorded:
-        rollouts = recorded_files(run.cfg.rollout.recorded)
+        rollouts = recorded_files(run.cfg.rollout.recorded, run=run.folder)
         paths |= {f"rows/rollout.from/{number}": path for number, path in enumerate(rollouts)}
     if run.cfg.lora.start is not None:
         adapters = Path(run.cfg.lora.start).expanduser()

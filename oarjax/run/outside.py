@@ -68,7 +68,8 @@ def open_outside(run: Run) -> Outside:
         return Outside(held, apart=ApartSource(run.apart, run.steps.rollout_params, run.fetch))
     if not rollout.recorded:
         return Outside(held)
-    files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}
+    files = recorded_files(rollout.recorded, run=run.folder)
+    sizes = {"group_size": rollout.group_size, "max_new": rollout.max_new}
     needed = TAUGHT if cfg.loss.teacher == RECORDED else NEEDED
     groups = read_groups(files, run.train, **sizes, rules=rules, needed=needed)
     if len(groups) < cfg.iterations * rollout.prompts:

@@ -35,11 +35,14 @@ class Group(NamedTuple):
     turns: list[Turn]
 
 
-def recorded_files(names: Sequence[str]) -> list[Path]:
+def recorded_files(names: Sequence[str], *, run: Path) -> list[Path]:
     """Return the files that a config names, those of folders in the order of their names.
 
+    Args:
+        run: the run's own folder, which holds records that it writes and removes itself.
+
     Raises:
-        DataError: one is missing, or a folder has none.
+        DataError: one is missing or the run's own, or a folder has none.
     """
     files: list[Path] = []
     for name in names:
@@ -47,6 +50,8 @@ def recorded_files(names: Sequence[str]) -> list[Path]:
         inside = sorted(p for p in path.glob("*") if p.suffix in (".jsonl", ".parquet")) if path.is_dir() else [path]
         if not inside or not all(p.is_file() for p in inside):
             raise DataError(f"{FIELD}: expected a .jsonl or .parquet file, or a folder of them, got {name}")
+        if inside[0].resolve().is_relative_to((run / "rollouts").resolve()):
+            raise DataError(f"{FIELD}: {name} are records that this run writes and removes; set another run_dir")
         files += inside
     return files
 

@@ -80,7 +80,7 @@ def test_groups_come_in_the_order_of_their_rows(tmp_path):
 def test_parquet_is_read_as_well(tmp_path):
     parquet, pyarrow = (pytest.importorskip(name) for name in ("pyarrow.parquet", "pyarrow"))
     parquet.write_table(pyarrow.Table.from_pylist([each for each in LINES if "row" in each]), tmp_path / "r.parquet")
-    files = recorded_files([str(tmp_path)])
+    files = recorded_files([str(tmp_path)], run=tmp_path / "run")
     for ours, theirs in zip(
         read_groups(files, ENCODED, group_size=2, max_new=3, rules=RULES), read(tmp_path, LINES), strict=True
     ):
@@ -124,7 +124,11 @@ def test_other_problems_and_half_groups_are_refused(tmp_path):
     with pytest.raises(DataError, match="expected 1 to 2 tokens, got 3"):
         read(tmp_path, LINES, max_new=2)
     with pytest.raises(DataError, match=r"expected a .jsonl or .parquet file"):
-        recorded_files([str(tmp_path / "nowhere")])
+        recorded_files([str(tmp_path / "nowhere")], run=tmp_path / "run")
+    (own := tmp_path / "run" / "rollouts").mkdir(parents=True)
+    (own / "000001.jsonl").write_text("")
+    with pytest.raises(DataError, match="records that this run writes and removes; set another run_dir"):
+        recorded_files([str(own)], run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
