@@ -104,7 +104,7 @@ def ragged_config(config: Path) -> Path:
 
 
 def carrying_config(config: Path) -> Path:
-    """Write beside a ragged config one whose runs carry more: adapters, a mixture, records of problems, a teacher.
+    """Write beside a ragged config one whose runs carry more: adapters, a mixture, rewards of problems, a teacher.
 
     The teacher is in the host's memory; optimizer and coefficient of the entropy have states of their own.
     """
@@ -117,6 +117,7 @@ def carrying_config(config: Path) -> Path:
     tree["loss"] |= {"entropy_target": 9}
     tree["optim"] |= {"function": "optax.lion"}
     tree["update"]["skip_zero_variance"] = False
+    tree["advantage"] = {"method": "problem", "scale": "problem"}
     train = tree["data"]["train"] | {"limit": 8}
     tree["data"] |= {"train": train, "mixture": [train | {"limit": 5, "weight": 0.5, "rewards": ["exact", "waited"]}]}
     tree["data"] |= {"difficulty": {"easy_above": 0.5, "easy_share": 0.3, "hard_below": 0.4, "hard_share": 0.7}}

@@ -6,6 +6,7 @@ every call. It passes an empty function with its name and annotations, so that e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, get_args, get_origin
 
@@ -16,17 +17,26 @@ _known: dict[Hashable, Callable[..., Any]] = {}
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its annotations checked."""
+    """Return the function with its annotations checked, by code that is written when it is first called."""
     code, defaults = function.__code__, (len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ()))
     arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames
-    annotations = tuple((name, _form(hint)) for name, hint in function.__annotations__.items())
-    key = (function.__module__, function.__qualname__, arguments, defaults, annotations)
-    try:
-        if key not in _known:
-            _known[key] = beartype(function)
-    except TypeError:  # an annotation without a hash
-        return beartype(function)
-    return _known[key]
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            annotations = tuple((name, _form(hint)) for name, hint in function.__annotations__.items())
+            key = (function.__module__, function.__qualname__, arguments, defaults, annotations)
+            try:
+                if key not in _known:
+                    _known[key] = beartype(function)
+            except TypeError:  # an annotation without a hash
+                made.append(beartype(function))
+            else:
+                made.append(_known[key])
+        return made[0](*args, **kwargs)
+
+    return checked
 
 
 def _form(hint: Any) -> Any:

@@ -844,7 +844,7 @@ export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 exec {sys.executable} -m oarjax.cli "$@"
 """
 SMALL = (
-    "device=cpu iterations=40 sft=null eval.every=0 data.train.limit=20 data.eval.limit=16 rollout.prompts=4 "
+    "device=cpu iterations=12 sft=null eval.every=0 data.train.limit=20 data.eval.limit=16 rollout.prompts=4 "
     "rollout.group_size=2 rollout.max_new=8 update.microbatch=8 eval.batch=16 report.html=false checkpoint.every=1 "
     "credit.method=uniform grading.workers=1"
 )
@@ -868,7 +868,7 @@ def test_the_real_oarjax_told_to_stop_is_started_again_and_completes_the_run(clo
     assert process.returncode == 0, said
     assert said.count("ended with 75 (stopped, resumable): starting it again, 2 more restart(s) allowed") == 1
     assert "DONE: run first is complete" in said
-    assert [row["iteration"] for row in read_metrics(metrics)] == list(range(41))
+    assert [row["iteration"] for row in read_metrics(metrics)] == list(range(13))
 
 
 # Preemption -------------------------------------------------------------------------------------------------------

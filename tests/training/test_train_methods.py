@@ -48,7 +48,7 @@ COMBINATIONS = {
     "oar_l, deleted": {"method": "oar_l", "masking.counterfactual": "deleted"},
     "oar_f, sampled": {"method": "oar_f", "fisher.sampled": 1, "polarity": "wrong"},
     "oar_g, joint, published": {"method": "oar_g", "estimator": "noisy", "draws": 2, "probe.mode": "answer_joint"},
-    "grail": {"method": "grail"},
+    "grail": {"method": "grail"},  # and its policy replays the sampler's routers
     "causal_spans": {"method": "causal_spans", "answer.source": "reference", "answer.cue": "="},
     "permuted": {"method": "permuted", "permuted_of": "oar_f", "gate.levels": "suppress"},
     "serl": {"method": "serl", "marks": f"{__file__}:first_half", "teacher": "{prompt}({answer})"},
@@ -63,10 +63,9 @@ DELTA |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
 MIXED = EXPERTS | DELTA | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
 MIXED |= {"shared_expert_intermediate_size": 8}
 FAMILIES = {
-    "oar_p, sentences": DELTA,
+    "oar_g, joint, published": DELTA,
     "grail": MIXED,
     "oar_l, deleted": EXPERTS,
-    "oar_g, joint, published": EXPERTS,
 }
 """Names of COMBINATIONS whose policy is not the built-in Qwen2."""
 
@@ -86,11 +85,17 @@ def test_one_iteration(name, tmp_path):
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(TINY | {"run_dir": str(tmp_path / "run"), "policy": {"path": str(policy)}}))
     overrides = [f"credit.{field}={json.dumps(value)}" for field, value in COMBINATIONS[name].items()]
+    if name == "grail":
+        overrides += ["policy.router=replay", "loss.router_balance=0.01"]
     run(file, overrides)
     (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert np.isfinite(record["loss"])
     assert record["skipped"] == 0
     assert record["grad_norm"] > 0
+    if name == "grail":
+        assert 1 <= record["router/load_max"] <= 2
+        assert record["router/idle"] == 0
+        assert record["router_balance"] == pytest.approx(0.01 * record["router/balance"], rel=0.1)
     rows = [row for _, row in read_completions(tmp_path / "run" / "completions.jsonl")]
     assert len(rows) == 4
     kept = name not in ("causal_spans", "grail", "serl")

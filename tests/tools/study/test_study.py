@@ -518,7 +518,7 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     tree = yaml.safe_load(file.read_text()) | {"arms": arms, "sweep": None, "seeds": [0]}
     file.write_text(yaml.safe_dump(tree, sort_keys=False))
     arguments = [sys.executable, "-m", "oarjax.cli", "study", str(file)]
-    arguments += ["base.iterations=24", "base.checkpoint.every=1", "--jobs", "1"]
+    arguments += ["base.iterations=10", "base.checkpoint.every=1", "--jobs", "1"]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
     metrics = root / "seed0" / "grpo" / "metrics.jsonl"
     end = time.monotonic() + 300
@@ -529,11 +529,11 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     time.sleep(3)
     reached = read_metrics(metrics)[-1]["iteration"]
     time.sleep(2)
-    assert read_metrics(metrics)[-1]["iteration"] == reached < 24  # the worker ended too
+    assert read_metrics(metrics)[-1]["iteration"] == reached < 10  # the worker ended too
 
     assert subprocess.run(arguments, stdout=subprocess.DEVNULL, check=False, timeout=500).returncode == 0
     assert "resuming after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
-    assert [r["iteration"] for r in read_metrics(metrics)] == list(range(25))
+    assert [r["iteration"] for r in read_metrics(metrics)] == list(range(11))
     assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 2, "finished": 2}
 
 
@@ -559,9 +559,6 @@ def test_runs_of_one_arm_share_their_programs(file, tmp_path):
         programs.forget()
         with counted_compilations() as compiled:
             assert lines("seed 1, GRPO") == shared
-        assert compiled.count > 5
-        with counted_compilations() as compiled:
-            lines("seed 0, permuted")  # another arm has programs of its own
         assert compiled.count > 5
 
 
