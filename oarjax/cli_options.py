@@ -106,7 +106,7 @@ Overrides = Annotated[
 Restart = Annotated[bool, typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old.")]
 Extend = Annotated[
     bool,
-    typer.Option("--extend", help="Resume with more iterations, even if this changes its learning rates."),
+    typer.Option("--extend", help="Train a run for more iterations, though its learning rate falls with them."),
 ]
 InitData = Annotated[
     str | None,

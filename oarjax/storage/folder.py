@@ -166,12 +166,12 @@ def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str, 
     changes = differences(before, cfg, extend=extend)
     if changes.refused:
         others = f"; these may differ: {changes.words()}" if changes.words() else ""
-        longer = not differences(before, cfg, extend=True).refused
-        hint = f"its rates by optim.schedule={cfg.optim.schedule} end with iterations: pass --extend to train longer, "
+        hint = "--extend takes more, not fewer: " if extend and "iterations was" in str(changes.refused) else ""
+        if not differences(before, cfg, extend=True).refused:
+            hint = f"rates by optim.schedule={cfg.optim.schedule} end with iterations: pass --extend to train longer, "
         raise ConfigError(
-            f"run_dir: {what} holds a run of another config ({listed(changes.refused)}); {hint if longer else ''}set "
-            "another run_dir=..., restore that config to resume it, or pass --restart to move it aside and start "
-            f"over{others}"
+            f"run_dir: {what} holds a run of another config ({listed(changes.refused)}); {hint}set another "
+            f"run_dir=..., restore that config to resume it, or pass --restart to move it aside and start over{others}"
         )
     return changes
 

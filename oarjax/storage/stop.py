@@ -106,7 +106,9 @@ class Stop:
         if not self._held:
             raise Stopped
         key = "Ctrl-C" if number == signal.SIGINT else "signal"
-        self.notice = f"{signal.Signals(number).name}: saving at the end of this phase; {key} again to end at once"
+        self.notice = (
+            f"{signal.Signals(number).name}: saves after this phase; {key} again ends now and loses unsaved work"
+        )
         if self.displayed:  # which would draw over it
             return
         # print() is not reentrant; without a terminal the write fails and nobody reads it.

@@ -41,6 +41,7 @@ from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
 from oarjax.system.peers import resumes
 from oarjax.system.processes import from_first, join_processes, only_first, peers_watched
+from oarjax.training.extension import check_longer
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.results import show_results
 from oarjax.training.run_files import check_checkpoint
@@ -52,6 +53,8 @@ from oarjax.types import Params
 
 def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend: bool = False) -> None:
     """Train a config; ``restart`` moves the contents of the run's folder aside first. See also ``train_once``."""
+    if restart and extend:
+        raise ConfigError("--extend: goes on with a run, and --restart begins it anew; pass one of them")
     console = make_console()
     cfg = load_config(config, list(overrides))
     folder = _folder(cfg.run_dir)
@@ -100,6 +103,7 @@ def train_once(
     """
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg, extend=extend)
+    check_longer(folder, cfg.iterations, extend=extend)
     with ExitStack() as stack:
 
         def hold() -> None:  # another command may have written since the first check

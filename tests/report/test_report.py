@@ -269,7 +269,7 @@ def test_a_signal_stays_below_the_live_bar(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         progress.update(1, {"reward": 0.5})
     last = printed(c).rpartition("reward 0.500")[2]
-    assert "SIGTERM: saving at the end of this phase; signal again to end at once" in last
+    assert "SIGTERM: saves after this phase; signal again ends now and loses unsaved work" in last
     assert capfd.readouterr().err == ""  # written nowhere else, or the bar would be drawn over it
 
 

@@ -45,7 +45,9 @@ def test_inside_it_waits_to_be_asked(number, capfd):
     assert heard == [False, True]
     assert stopped.value.code == RESUMABLE == 75
     assert signal.getsignal(number) is (signal.SIG_IGN if number == signal.SIGHUP else before)
-    assert re.search(r"saving at the end of this phase; (signal|Ctrl-C) again to end at once", capfd.readouterr().err)
+    assert re.search(
+        r"saves after this phase; (signal|Ctrl-C) again ends now and loses unsaved", capfd.readouterr().err
+    )
 
 
 def test_between_phases_it_stops_where_it_asks():

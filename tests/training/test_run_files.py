@@ -88,9 +88,7 @@ def test_a_run_of_a_falling_rate_is_extended_only_when_asked(config):
     falling = {"optim": {"schedule": "linear", "warmup": 0, "lr": 1.0}}
     fakes.command(config(**falling))
     longer, shown = config(**falling, iterations=4), io.StringIO()
-    with pytest.raises(
-        ConfigError, match=r"iterations was 2, is 4\); its rates by optim.schedule=linear end with .*--ext"
-    ):
+    with pytest.raises(ConfigError, match=r"iterations was 2, is 4\); rates by optim.schedule=linear end with .*--ext"):
         fakes.command(longer)
     log, *_, metrics, _ = fakes.command(longer, extend=True, shown=shown)
     assert "iterations was 2, is 4: the learning rate after 2 updates is 0.5, was 0 (optim.schedule=linear)" in (
@@ -100,8 +98,17 @@ def test_a_run_of_a_falling_rate_is_extended_only_when_asked(config):
     assert [row["iteration"] for row in metrics] == [0, 1, 2, 3, 4]
     shutil.rmtree("run/checkpoints/000004")  # as if it had been killed before: the same command needs no option
     fakes.command(longer)
-    with pytest.raises(ConfigError, match=r"\(iterations was 4, is 3\); set another"):
+    with pytest.raises(ConfigError, match=r"\(iterations was 4, is 3\); --extend takes more, not fewer"):
         fakes.command(config(**falling, iterations=3), extend=True)
+
+
+def test_nothing_is_extended_where_nothing_was_kept(run, config, nothing_compiled):
+    with pytest.raises(ConfigError, match="--extend: expected a run in none, found none"):
+        fakes.command(config(run_dir="none"), extend=True)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match="iterations: expected 2, at which run ended without a checkpoint, got 3"):
+        fakes.command(config(iterations=3))
+    assert (run / "metrics.jsonl").exists()
 
 
 def test_files_are_cut_to_what_the_checkpoint_knows(run, config):
