@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def choose_platform(device: str) -> str:
     Raises:
         DeviceError: this machine has no such device, or JAX cannot reach it.
     """
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not jax.config.read("jax_platforms") and only_cpu()):
         jax.config.update("jax_platforms", "cpu")
     try:
         platform = jax.devices()[0].platform
@@ -69,6 +71,20 @@ def choose_platform(device: str) -> str:
             f"{remedy}, or set device: {platform}"
         )
     return platform
+
+
+def only_cpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Return True if libtpu alone could bring a device, and the machine has none of Google's.
+
+    JAX would choose the CPU too, after libtpu has printed errors about cloud metadata.
+    """
+    plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
+    if find_spec("libtpu") is None or plugins or os.environ.get("JAX_FORCE_TPU_INIT"):
+        return False
+    try:
+        return "0x1ae0" not in {vendor.read_text().strip() for vendor in bus.glob("*/vendor")}
+    except OSError:
+        return False
 
 
 CACHED_FROM = 0.2  # seconds of compilation; quicker programs are compiled again

@@ -1,4 +1,4 @@
-"""Whether a run can be trained for longer: it needs a checkpoint to go on from."""
+"""Check that a run can be trained for longer: it needs a checkpoint to go on from."""
 
 from __future__ import annotations
 

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import pytest
 from fake_chips import Chip
 
-from oarjax.system.devices import DeviceError, choose_platform, peak_flops, use_compilation_cache, with_large_pages
+from oarjax.system.devices import (
+    DeviceError,
+    choose_platform,
+    only_cpu,
+    peak_flops,
+    use_compilation_cache,
+    with_large_pages,
+)
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
 
@@ -38,6 +45,19 @@ def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
     monkeypatch.setattr(jax, "devices", broken)
     with pytest.raises(DeviceError, match="JAX finds no usable device: the driver is too old"):
         choose_platform("auto")
+
+
+def test_libtpu_is_not_asked_where_no_chip_of_google_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("oarjax.system.devices.find_spec", lambda name: name == "libtpu" or None)
+    monkeypatch.setattr("oarjax.system.devices.entry_points", lambda group: ())
+    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "vendor").write_text("0x8086\n")
+    assert only_cpu(tmp_path)
+    (tmp_path / "0" / "vendor").write_text("0x1ae0\n")
+    assert not only_cpu(tmp_path)
+    monkeypatch.setattr("oarjax.system.devices.find_spec", lambda name: None)  # then JAX looks for nothing
+    assert not only_cpu(tmp_path)
 
 
 def test_mesh_over_one_device_has_all_axes():
