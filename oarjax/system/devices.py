@@ -57,7 +57,7 @@ def choose_platform(device: str) -> str:
     Raises:
         DeviceError: this machine has no such device, or JAX cannot reach it.
     """
-    if device == "cpu" or (device == "auto" and not jax.config.read("jax_platforms") and only_cpu()):
+    if device == "cpu" or (device == "auto" and not getattr(jax.config, "jax_platforms", None) and only_cpu()):
         jax.config.update("jax_platforms", "cpu")
     try:
         platform = jax.devices()[0].platform
