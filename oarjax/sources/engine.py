@@ -17,6 +17,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -283,7 +284,7 @@ class EngineSource:
                 reply = await post(
                     address,
                     content,
-                    {"Content-Type": "application/json", "Accept": "application/json"},
+                    {"Content-Type": "application/json", "Accept": "application/json", **_authorization()},
                     timeout=self._engine.deadline,
                     most=most,
                     threads=self._threads,
@@ -374,6 +375,12 @@ def _token_id(entry: dict[str, Any]) -> int:
 def _version(span: dict[str, Any]) -> dict[str, Any]:
     """Return what a span of tokens says of the weights, without its bounds."""
     return {name: value for name, value in span.items() if name not in ("start", "end")}
+
+
+def _authorization() -> dict[str, str]:
+    """Return the header with the server's key, which vLLM reads from the same variable."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _shown(reply: Reply) -> str:
