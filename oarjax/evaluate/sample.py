@@ -14,6 +14,7 @@ from rich.text import Text
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
+from oarjax.environments.player import is_verifiers
 from oarjax.errors import ConfigError
 from oarjax.evaluate.fields import drawing
 from oarjax.evaluate.target import find_target, target_params
@@ -58,6 +59,9 @@ def run(
         raise ConfigError(f"--record: expected the name of a new .jsonl file in a folder, got {record}")
     target = find_target(policy)
     plays = template == "auto" and target.cfg is not None and target.cfg.rollout.environment is not None
+    cfg = target.cfg
+    if template == "auto" and cfg and (played := cfg.rollout.environment) and is_verifiers(played.name):
+        raise ConfigError("oarjax sample: verifiers plays tasks, no prompts; see the run's report, or give --template")
     if record is not None and plays:
         raise ConfigError("--record: records are of single turns, and the run plays episodes; leave it out")
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16

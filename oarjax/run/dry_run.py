@@ -29,7 +29,7 @@ def try_rewards(run: Run, grader: Grader) -> None:
         GraderError: the environment or a reward raised an exception, or ended its worker.
     """
     problem = next(iter(run.train.problems))
-    if run.environments is not None:
+    if isinstance(run.environments, Environments):
         _try_environment(run.environments, problem.columns)
     frame = AROUND.get(run.cfg.credit.answer.style, "%s")
     texts = (frame.replace("%s", problem.reference), "flurb")

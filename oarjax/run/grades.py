@@ -17,6 +17,7 @@ from oarjax.config.learning import EnvironmentConfig, GradingConfig, RolloutConf
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
+from oarjax.environments.player import Player, is_verifiers
 from oarjax.environments.pool import Environments
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
@@ -24,6 +25,7 @@ from oarjax.grading.rewards import Sample, calls_of, wants_ids
 from oarjax.rl.advantages import overlong_penalty
 from oarjax.rollout.source import EndedRows
 from oarjax.rollout.stop_strings import cut_text
+from oarjax.sources.driven import DriverLink
 from oarjax.step.minibatches import join_grades
 from oarjax.system.processes import gather_grades, share, values_here
 from oarjax.types import Grades, Rollout
@@ -45,8 +47,23 @@ def grader_of(grading: GradingConfig, answer: AnswerSettings) -> Grader:
     )
 
 
+def open_environments(
+    environment: EnvironmentConfig | None, grading: GradingConfig, tokenizer: str
+) -> Environments | DriverLink | None:
+    """Start the processes that play a run's environment; ``tokenizer``: folder or name of the policy's.
+
+    Raises:
+        ConfigError: rollout.environment names no environment.
+    """
+    if environment is None:
+        return None
+    if is_verifiers(environment.name):
+        return DriverLink(Player(environment, tokenizer))
+    return start_environments(environment, grading).__enter__()
+
+
 def start_environments(environment: EnvironmentConfig, grading: GradingConfig) -> Environments:
-    """Make the processes that play a run's environment; the caller starts and closes them.
+    """Make the processes that play a class of the user's; the caller starts and closes them.
 
     Raises:
         ConfigError: rollout.environment names no environment.

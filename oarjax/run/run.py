@@ -45,13 +45,14 @@ from oarjax.run.apart import Apart, describe_mesh, learning_mesh, open_apart
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
-from oarjax.run.grades import RolloutGrading, grader_of, start_environments, written_turns
+from oarjax.run.grades import RolloutGrading, grader_of, open_environments, written_turns
 from oarjax.run.hints import HintReader, hints_of, spelled_keywords
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, rows_sharding, training_layout
 from oarjax.run.parts import Parts
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of, turned_on
 from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts, reply_of
 from oarjax.run.teacher import check_teacher, policy_of, read_teacher
+from oarjax.sources.driven import DriverLink
 from oarjax.sources.episodes import play
 from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
@@ -358,14 +359,15 @@ class Run:
         return [token_texts([self.table[i] for ids in row for i in ids]) for row in written_turns(rollout)]
 
     @cached_property
-    def environments(self) -> Environments | None:
+    def environments(self) -> Environments | DriverLink | None:
         """The processes that play rollout.environment, started; they end with this process or ``close``."""
-        environment = self.cfg.rollout.environment
-        return None if environment is None else start_environments(environment, self.cfg.grading).__enter__()
+        return open_environments(self.cfg.rollout.environment, self.cfg.grading, str(self.source))
 
     def episodes(self, source: Source, problems: Encoded) -> Source:
         """Return a source of episodes from one of turns; without rollout.environment, the same."""
         environment, environments, reply = self.cfg.rollout.environment, self.environments, self.reply
+        if isinstance(environments, DriverLink):
+            return environments.episodes(source, problems, self.cfg.rollout, self.stop_ids, len(self.table))
         if environment is None or environments is None or reply is None:
             return source
         return play(source, environments, environment, reply, problems, self.table, self.cfg.rollout.stop)

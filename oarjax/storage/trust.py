@@ -47,7 +47,10 @@ def code_places(cfg: Config) -> list[str]:
 
 def environment_code(environment: EnvironmentConfig | None) -> str | None:
     """Return the class that rollout.environment names; None without one, and for built-in ones."""
-    return None if environment is None or environment.name.startswith("builtin:") else environment.name
+    if environment is None or environment.name.startswith("builtin:"):
+        return None
+    taskset = environment.name.removeprefix("verifiers:")
+    return environment.name if taskset == environment.name else taskset.rpartition("/")[2].replace("-", "_")
 
 
 def code_digests(places: Sequence[str]) -> dict[str, str]:

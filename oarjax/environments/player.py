@@ -1,0 +1,151 @@
+"""Start the process that plays tasks of ``verifiers``, and send it episodes (``verifiers_player.py``, in any Python).
+
+``rollout.environment.name: verifiers:TASKSET`` names one; its settings are verifiers' own, except ``python`` (of an
+environment with verifiers in it) and ``renderer``, which turns chats into ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from oarjax.config.learning import EnvironmentConfig
+from oarjax.errors import UserError
+
+PREFIX = "verifiers:"
+STARTING = 300.0
+"""Seconds in which the process must be ready."""
+
+
+class PlayerError(UserError, RuntimeError):
+    """Raised when the process cannot play. Exit code 75: the same command plays unfinished episodes from reset."""
+
+    exit_code = 75
+
+
+class Ended(NamedTuple):
+    """The end of an episode.
+
+    Attributes:
+        name: that it was begun with.
+        reward: what its task gave, 0.0 if it failed.
+        failed: "", or why it has no reward.
+        state: the task's rewards and metrics by name.
+    """
+
+    name: str
+    reward: float
+    failed: str
+    state: dict[str, Any] | None
+
+
+def is_verifiers(name: str) -> bool:
+    """Return True for the name of a taskset of verifiers."""
+    return name.startswith(PREFIX)
+
+
+def environment_settings(name: str, settings: Mapping[str, Any], turns: int) -> dict[str, Any]:
+    """Return verifiers' EnvConfig: one agent that chats, in this machine's processes, unless ``settings`` differ."""
+    asked = {key: value for key, value in settings.items() if key not in ("python", "renderer")}
+    plain = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": turns}
+    agents = {} if "id" in asked else {"agent": {**plain, **asked.get("agent", {})}}
+    return {**asked, **agents, "taskset": {"id": name.removeprefix(PREFIX), **asked.get("taskset", {})}}
+
+
+class Player:
+    """The process that plays episodes of a taskset.
+
+    Args:
+        tokenizer: folder or name of the policy's.
+    """
+
+    def __init__(self, environment: EnvironmentConfig, tokenizer: str) -> None:
+        settings = environment.settings
+        self.deadline, self.turns, self._name = environment.deadline, environment.turns, environment.name
+        self._python = str(settings.get("python", sys.executable))
+        self._setup = {
+            "environment": environment_settings(self._name, settings, self.turns),
+            "renderer": settings.get("renderer"),
+            "tokenizer": str(Path(tokenizer).resolve()) if Path(tokenizer).exists() else tokenizer,
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, url: str, token: str, ended: Callable[[Ended | None], object]) -> None:
+        """Start the process; it asks the token server at ``url``.
+
+        Args:
+            ended: called with the end of every episode, from another thread; with None once the process has ended.
+
+        Raises:
+            PlayerError: it cannot be started, or does not know the taskset.
+        """
+        script = str(Path(__file__).with_name("verifiers_player.py"))
+        try:
+            process = subprocess.Popen(
+                [self._python, script, "play"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OARJAX_TOKEN": token},
+            )
+        except OSError as error:
+            raise PlayerError(
+                f"rollout.environment.settings.python: {self._python} cannot be started: {error}"
+            ) from None
+        self._process, ready, news = process, threading.Event(), []
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                message = json.loads(line)
+                if "ended" in message:
+                    ended(Ended(message["ended"], message["reward"], message["failed"], message["state"]))
+                else:
+                    news.append(message)
+                    ready.set()
+            ready.set()
+            ended(None)
+
+        threading.Thread(target=read, name="verifiers", daemon=True).start()
+        self._send({**self._setup, "url": url})
+        if not ready.wait(STARTING) or not news or "refused" in news[0]:
+            why = news[0]["refused"] if news else "it ended, or was not ready in time; see above"
+            self.close()
+            raise PlayerError(
+                f"rollout.environment: {self._python} does not play {self._name}: {why}; install verifiers 0.4 and the "
+                "taskset there, or name another settings.python"
+            )
+
+    def play(self, name: str, task: Mapping[str, Any]) -> None:
+        """Begin an episode; its requests have its name as their model."""
+        self._send({"play": name, "task": dict(task)})
+
+    def cancel(self, name: str) -> None:
+        """End an episode, if it still goes on."""
+        self._send({"cancel": name})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):  # it has ended, which the reading thread tells
+            return
+
+    def close(self) -> None:
+        """End the process: its input ends, and what does not follow is killed."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            process.communicate(timeout=10)
+        except (subprocess.TimeoutExpired, ValueError, OSError):
+            process.kill()
+        process.wait()

@@ -1,0 +1,190 @@
+"""Episodes that a program of others drives over HTTP: rows of what the policy wrote, whatever the program does."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from oarjax.environments.player import Ended, PlayerError, environment_settings
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
+from oarjax.run.grades import last_states, turn_rewards, written_turns
+from oarjax.sources.driven import DrivenEpisodes, DriverLink
+from oarjax.sources.engine import ENDPOINT
+
+LONG = 24
+
+
+class Driver:
+    """Plays every episode in a thread of its own, by a function (ask, task) -> reward, as a program of others would."""
+
+    def __init__(self, plays, deadline=30.0):
+        self.deadline, self.turns = deadline, 3
+        self._plays, self.told, self.cancelled = plays, {}, []
+
+    def start(self, url, token, ended):
+        self._url, self._token, self._ended = url + ENDPOINT, token, ended
+
+    def play(self, name, task):
+        self.told[name] = []
+        threading.Thread(target=self._one, args=(name, task), daemon=True).start()
+
+    def cancel(self, name):
+        self.cancelled.append(name)
+
+    def close(self):
+        pass
+
+    def _one(self, name, task):
+        def ask(ids, **params):
+            body = {"model": name, "token_ids": ids, "sampling_params": {"temperature": 1.0, "top_k": -1, **params}}
+            request = urllib.request.Request(self._url, json.dumps(body).encode())
+            request.add_header("Authorization", f"Bearer {self._token}")
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                (choice,) = json.loads(reply.read())["choices"]
+            logps = [each["logprob"] for each in choice["logprobs"]["content"]]
+            self.told[name].append((choice["token_ids"], logps))
+            return choice["token_ids"]
+
+        reward, failed = 0.0, ""
+        try:
+            reward = self._plays(ask, task)
+        except urllib.error.HTTPError as error:
+            failed = json.loads(error.read())["error"]["message"]
+        self._ended(Ended(name, reward, failed, {"rewards": {"r": reward}}))
+
+
+def two_turns(ask, task):
+    """Say an id before the first turn and two between it and the second, which has three ids at most."""
+    first = ask([*task["prompt"], 5])
+    ask([*task["prompt"], 5, *first, 7, 8], max_tokens=3)
+    return float(task["problem"])
+
+
+@pytest.fixture(scope="module")
+def made():
+    cfg = tiny.config(rollout__max_new=LONG)
+    policy, steps, state = tiny.build(cfg)
+    return cfg, policy, steps, state
+
+
+def draw(made, plays, **how):
+    """Draw a batch of episodes: (rollout, driver)."""
+    cfg, _, steps, state = made
+    sampler = SamplerSource(
+        steps.sample, steps.decoding, steps.rollout_params, lambda prompts: prompts, jax.device_get, steps.sample_on
+    )
+    sampler.sync(state.params, 3)
+    batch = Batch(tiny.prompts(seed=0), jax.random.key(1), 1, 0, cfg.rollout.group_size, LONG)
+    problems = np.repeat(np.asarray(batch.prompts.problem), cfg.rollout.group_size).tolist()
+    prompts = dict(zip(problems, (request.tokens.tolist() for request in batch.requests)))
+    driver = Driver(plays, **how)
+    with closing(DriverLink(driver)) as link:
+        task = lambda problem: {"problem": problem, "prompt": prompts[problem]}  # noqa: E731
+        source = DrivenEpisodes(sampler, link, task, cfg.rollout, stop_ids=(tiny.STOP,), vocab=tiny.VOCAB)
+        return rollout_of(batch, requested(batch, source.draw(batch)), pad_id=tiny.PAD), driver
+
+
+def test_rows_hold_what_was_drawn_and_arrival_changes_no_token(made):
+    rollout, driver = draw(made, two_turns)
+    width = rollout.tokens.shape[1] - LONG
+    twice = 0
+    for b, told in enumerate(driver.told.values()):
+        turns, logps = [ids for ids, _ in told], np.float32([logp for _, logps in told for logp in logps])
+        assert written_turns(rollout)[b] == turns
+        row = [5, *turns[0], *([7, 8, *turns[1]] if len(turns) == 2 else [])]
+        assert rollout.tokens[b, width : width + len(row)].tolist() == row
+        assert rollout.completion[b].sum() == sum(map(len, turns))
+        np.testing.assert_array_equal(rollout.filtered_logps[b][rollout.completion[b]], logps)
+        assert rollout.ended[b] == (len(turns) == 2 and turns[1][-1] == tiny.STOP)  # else it was cut
+        twice += len(turns) == 2 and len(turns[1]) <= 3
+    assert twice > len(rollout.ended) / 2
+    assert [sum(gains) for gains in turn_rewards(rollout)] == [float(s["rewards"]["r"]) for s in last_states(rollout)]
+    _, policy, _, state = made
+    whole = token_logps(
+        policy,
+        state.params,
+        jnp.asarray(rollout.tokens),
+        jnp.asarray(rollout.valid),
+        completion_length=LONG,
+        temperature=1.0,
+        head_chunk=64,
+    )[0]
+    np.testing.assert_allclose(
+        np.where(rollout.completion, whole, 0), np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5
+    )
+
+    def late(ask, task):
+        time.sleep(0.2 * (task["problem"] % 2))
+        return two_turns(ask, task)
+
+    again, _ = draw(made, late)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    np.testing.assert_array_equal(again.completion, rollout.completion)
+
+
+def test_what_a_program_may_do_wrong_costs_its_episode_alone(made):
+    def fork(ask, prompt):
+        first = ask(prompt)
+        ask([*prompt, (first[0] + 1) % tiny.VOCAB, 7])
+
+    def hot(ask, prompt):
+        ask(prompt, temperature=0.7)
+
+    def hang(ask, prompt):
+        ask(prompt)
+        time.sleep(3)
+
+    def go_on(ask, prompt):
+        row = prompt
+        while True:
+            row = [*row, *ask(row), 7]
+
+    def never(ask, prompt):
+        pass
+
+    wrongs = [fork, hot, hang, go_on, never]
+    numbers = iter(range(100))
+    lock, kinds = threading.Lock(), {}
+
+    def plays(ask, task):
+        with lock:
+            number = next(numbers)
+        kinds[number] = wrongs[number % len(wrongs)]
+        kinds[number](ask, task["prompt"])
+        return 1.0
+
+    rollout, driver = draw(made, plays, deadline=1.0)
+    failed = dict(zip(driver.told, rollout.origin.failed.tolist()))
+    kinds = dict(zip(driver.told, (kinds[n] for n in range(len(kinds)))))
+    for name, kind in kinds.items():
+        assert failed[name] == (kind in (fork, hot, hang)), kind
+        assert len(driver.told[name]) == {fork: 1, hot: 0, hang: 1, never: 0}.get(kind, len(driver.told[name]))
+        assert (name in driver.cancelled) == (kind in (fork, hot, hang))
+    for b, kind in enumerate(kinds.values()):
+        if kind is go_on:
+            turns = len(written_turns(rollout)[b])
+            assert rollout.ended[b] == (turns == 3 and rollout.extent[b].sum() < LONG)
+
+
+def test_a_driver_that_plays_nothing_stops_the_run(made):
+    with pytest.raises(
+        PlayerError, match=r"no episode asks for a turn: temperature: the run draws with 1\.0, got 0\.5"
+    ):
+        draw(made, lambda ask, task: ask(task["prompt"], temperature=0.5))
+
+
+def test_settings_are_those_of_verifiers_and_name_what_it_plays():
+    made = environment_settings("verifiers:words", {"python": "x", "renderer": {"name": "qwen3"}}, 4)
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 4}
+    assert made == {"agent": agent, "taskset": {"id": "words"}}
+    own = environment_settings("verifiers:words", {"id": "user-sim", "taskset": {"split": "a"}}, 4)
+    assert own == {"id": "user-sim", "taskset": {"id": "words", "split": "a"}}
