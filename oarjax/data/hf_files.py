@@ -263,9 +263,9 @@ def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
     extra -= set(kept_tensors(cfg, files))
     for names, fault in ((expected - set(files), "missing"), (extra, "not part of this architecture")):
         if names:
-            shown = ", ".join(sorted(names)[:4])
+            shown, noun = ", ".join(sorted(names)[:4]), "tensor" if len(names) == 1 else "tensors"
             raise CheckpointError(
-                f"{folder}: {len(names)} tensor(s) {fault}: {shown}; config.json and the weights do not belong together"
+                f"{folder}: {len(names)} {noun} {fault}: {shown}; config.json and the weights do not belong together"
             )
 
 
