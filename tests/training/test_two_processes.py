@@ -196,7 +196,7 @@ def games(config) -> Path:
     tree["data"] |= {name: {"source": "builtin:guess", "split": name, "limit": 8} for name in ("train", "eval")}
     tree["sft"] |= {"data": {"source": "builtin:guess", "split": "sft"}, "steps": 60, "optim": {"lr": 1e-3}}
     tree["optim"] |= {"function": "optax.sgd", "lr": 0.1}  # Adam would divide rounding by gradients near 0
-    tree["rollout"] |= {"max_new": 32, "completion_bucket": 32, "environment": {"name": "builtin:guess", "turns": 5}}
+    tree["rollout"] |= {"max_new": 32, "completion_bucket": 32, "environment": {"name": "builtin:guess", "turns": 3}}
     tree["grading"]["rewards"] = [{"name": "environment"}, {"name": "even_length"}]
     tree["credit"] |= {"method": "turn_oar"}
     tree["eval"] |= {"samples": 2}
@@ -207,12 +207,12 @@ def games(config) -> Path:
 def test_one_device_and_eight_of_two_processes_play_the_same_episodes(games, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     trained(games, one, "mesh={data: 1, fsdp: 1, tensor: 1}", processes=1, devices=1)
-    trained(games, two, processes=2)
+    trained(games, two, "sft=null", f"policy.path={one / 'start'}", processes=2)  # the warm start takes long on eight
     same_runs(one, two)
     for x, y in zip(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl")):
         names = ("turns", "observed_tokens", "truncated", "pass_at_1", "pass@2", "eval/length", "decode_steps")
         assert {n: x[n] for n in names if n in x} == {n: y[n] for n in names if n in y}
-    assert all(line["turns"] > 2 for line in read_metrics(one / "metrics.jsonl") if line["iteration"])
+    assert all(line["turns"] > 1.5 for line in read_metrics(one / "metrics.jsonl") if line["iteration"])
 
 
 MEMORY = """
