@@ -35,8 +35,13 @@ class EngineConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    name: str = Field(description="environment of an episode: a built-in one, file.py:Class, or module:Class")
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    name: str = Field(
+        description="environment of an episode: a built-in one, file.py:Class, module:Class, or verifiers:TASKSET"
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the class; for a taskset the fields of verifiers' EnvConfig",
+    )
     turns: Positive = Field(default=8, description="maximum turns of the policy in an episode")
     deadline: Annotated[float, Field(gt=0)] = Field(default=10.0, description="time limit of a step, in seconds")
     thinking: Literal["template", "keep"] = Field(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,8 +145,11 @@ class Player:
         if self._process is None:
             return
         process, self._process = self._process, None
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
         try:
-            process.communicate(timeout=10)
-        except (subprocess.TimeoutExpired, ValueError, OSError):
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
             process.kill()
-        process.wait()
+            process.wait()

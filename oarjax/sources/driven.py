@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import queue
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from oarjax.sources.server import Sampling, TokenServer, TurnAsked, cut
 from oarjax.system.processes import gather, is_first
 from oarjax.types import Params
 
-GATHERING = 0.05
-"""Seconds that a batch waits for another request."""
+GATHERING = (0.05, 2.0)
+"""Bounds of the seconds that a batch waits for another request: half of what the batch before it took."""
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters that the run has, too."""
@@ -77,8 +78,8 @@ class DriverLink:
         for name, task in tasks.items():
             self.driver.play(name, task)
 
-    def news(self, most: int, timeout: float) -> list[TurnAsked | Ended]:
-        """Wait for a request or an end, and then for those that follow closely, ``most`` in all.
+    def news(self, most: int, timeout: float, gather: float) -> list[TurnAsked | Ended]:
+        """Wait for a request or an end, and then for others, each within ``gather`` seconds, ``most`` in all.
 
         Raises:
             PlayerError: the driver has ended.
@@ -86,7 +87,7 @@ class DriverLink:
         found: list[TurnAsked | Ended] = []
         while len(found) < most:
             try:
-                each = self._news.get(timeout=GATHERING if found else max(timeout, 0.0))
+                each = self._news.get(timeout=gather if found else max(timeout, 0.0))
             except queue.Empty:
                 break
             if each is None:
@@ -147,6 +148,7 @@ class DrivenEpisodes:
     ) -> None:
         self._source, self._link, self._task_of = source, link, task_of
         self._rollout, self._stop_ids, self._vocab = rollout, tuple(stop_ids), vocab
+        self._gather = GATHERING[0]
 
     def draw(
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
@@ -171,6 +173,8 @@ class DrivenEpisodes:
                 names[name].limit = limit
             self._answer(batch, names, news["asked"], asked)
         never = [row for row in names.values() if not row.turns]
+        if failed := [row.ended.failed for row in names.values() if row.ended and not row.limit and row.ended.failed]:
+            print(f"verifiers: {len(failed)} of {len(names)} episodes failed, first: {failed[0]}", file=sys.stderr)
         if len(never) == len(names):
             why = next(iter(names.values())).ended
             raise PlayerError(f"rollout.environment: no episode asks for a turn: {why and why.failed}")
@@ -193,9 +197,12 @@ class DrivenEpisodes:
             seen.append(tuple(ids[len(row.request.tokens) :].tolist()))
             requests.append(row.request._replace(tokens=ids))
             wants.append(Sampling(most, tuple(stops), {}))
-        for (name, *_), request, want, observed, turn in zip(
-            news, requests, wants, seen, self._source.go_on(batch, requests) if requests else []
-        ):
+        if not requests:
+            return
+        began = time.monotonic()
+        drawn = self._source.go_on(batch, requests)
+        self._gather = float(np.clip((time.monotonic() - began) / 2, *GATHERING))
+        for (name, *_), request, want, observed, turn in zip(news, requests, wants, seen, drawn, strict=True):
             row, (ids, finish) = names[name], cut(turn.tokens, turn.finish, want, self._stop_ids)
             turn = _shortened(turn, len(ids))._replace(finish=finish, observed=observed, reward=0.0)  # pyright: ignore[reportArgumentType]
             row.turns.append(turn)
@@ -212,7 +219,7 @@ class DrivenEpisodes:
         due = min(row.since for row in going.values()) + self._link.driver.deadline
         news: dict[str, list[Any]] = {"ended": [], "limit": [], "asked": []}
         over = set[str]()
-        for each in self._link.news(len(going), due - time.monotonic()):
+        for each in self._link.news(len(going), due - time.monotonic(), self._gather):
             if isinstance(each, Ended):
                 if each.name in going and each.name not in over:
                     news["ended"].append(list(each))

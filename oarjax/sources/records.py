@@ -240,7 +240,9 @@ class RecordedSource:
         """Draw further turns. They are not recorded: the run's own sampler draws them again bit for bit."""
         if not isinstance(self._source, Continuing):
             raise TypeError(f"{type(self._source).__name__} draws single turns only")
-        return self._source.go_on(batch, requests)
+        turns = self._source.go_on(batch, requests)
+        self._spent = self._spent.plus(self._source.spent())
+        return turns
 
     @property
     def together(self) -> bool:

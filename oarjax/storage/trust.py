@@ -49,8 +49,10 @@ def environment_code(environment: EnvironmentConfig | None) -> str | None:
     """Return the class that rollout.environment names; None without one, and for built-in ones."""
     if environment is None or environment.name.startswith("builtin:"):
         return None
-    taskset = environment.name.removeprefix("verifiers:")
-    return environment.name if taskset == environment.name else taskset.rpartition("/")[2].replace("-", "_")
+    if not environment.name.startswith("verifiers:"):
+        return environment.name
+    taskset = environment.name.removeprefix("verifiers:").rpartition("/")[2]
+    return taskset.partition("@")[0].replace("-", "_")  # its module
 
 
 def code_digests(places: Sequence[str]) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Episodes that a program of others drives over HTTP: rows of what the policy wrote, whatever the program does."""
 
 import json
+import queue
+import sys
 import threading
 import time
 import urllib.error
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.environments.player import Ended, PlayerError, environment_settings
+from oarjax.config.learning import EnvironmentConfig
+from oarjax.environments.player import Ended, Player, PlayerError, environment_settings
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards, written_turns
@@ -180,6 +183,55 @@ def test_a_driver_that_plays_nothing_stops_the_run(made):
         PlayerError, match=r"no episode asks for a turn: temperature: the run draws with 1\.0, got 0\.5"
     ):
         draw(made, lambda ask, task: ask(task["prompt"], temperature=0.5))
+
+
+PROCESS = """#!{python}
+import json, sys
+setup = json.loads(sys.stdin.readline())
+print(json.dumps({ready}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["task"].get("dies"):
+        sys.exit(3)
+    end = {{"reward": 2.0, "failed": "", "state": {{"turns": setup["environment"]["agent"]["max_turns"]}}}}
+    print(json.dumps({{"ended": asked["play"], **end}}), flush=True)
+"""
+
+
+@pytest.fixture
+def player(tmp_path):
+    """Make a player whose process says that it is ready, or something else, and ends every episode at once."""
+
+    def make(ready):
+        path = tmp_path / "python"
+        path.write_text(PROCESS.format(python=sys.executable, ready=ready))
+        path.chmod(0o755)
+        settings = {"python": str(path)}
+        return Player(EnvironmentConfig(name="verifiers:words", turns=4, settings=settings), str(tmp_path))
+
+    return make
+
+
+def test_a_process_plays_and_its_end_is_told(player):
+    news, made = queue.Queue(), player({"ready": True})
+    with closing(made):
+        made.start("http://127.0.0.1:1", "token", news.put)
+        made.play("a", {"prompt": "x"})
+        assert news.get(timeout=30) == Ended("a", 2.0, "", {"turns": 4})
+        made.play("b", {"dies": True})
+        assert news.get(timeout=30) is None
+        made.play("c", {})  # in vain, and no error: its end was told
+
+
+@pytest.mark.parametrize(
+    ("ready", "message"), [({"refused": "ModuleNotFoundError: words"}, "ModuleNotFoundError: words"), (None, "words")]
+)
+def test_a_process_that_does_not_play_says_why(player, tmp_path, ready, message):
+    made = player(ready)
+    if ready is None:
+        (tmp_path / "python").unlink()
+    with closing(made), pytest.raises(PlayerError, match=message if ready else "cannot be started"):
+        made.start("http://127.0.0.1:1", "token", lambda ended: None)
 
 
 def test_settings_are_those_of_verifiers_and_name_what_it_plays():
