@@ -426,18 +426,20 @@ def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
     rewards = [r.name if r.weight == 1 else f"{r.weight:g} x {r.name}" for r in cfg.grading.rewards]
     updates = cfg.update.epochs * cfg.update.minibatches
     kl = f", KL {loss.kl_beta:g}" if loss.kl_beta else ""
+    weighs = cfg.credit.method != "uniform"
+    ess = "; ESS: share of the reasoning that its weights use, 1 if all tokens weigh alike" if weighs else ""
     lines = {
         "device": f"{facts['device']}, mesh {facts['mesh']}",
         "policy": facts["policy"],
         "trains": f"{facts['trains']}, computes in {facts['computes in']}",
         "data": f"{facts['train']}; held out: {facts['held out']}",
         "warm start": None if cfg.sft is None else f"{cfg.sft.steps} steps of {cfg.sft.batch} pairs",
-        "iterations": f"{cfg.iterations}" + (f", evaluation every {cfg.eval.every}" if cfg.eval.every else ""),
+        "iterations": f"{cfg.iterations}"
+        + (f", evaluation every {cfg.eval.every}" if cfg.eval.every and cfg.data.eval else ""),
         "rollout": f"{roll.prompts} prompts x {roll.group_size} completions of up to {roll.max_new} tokens, "
         f"temperature {roll.temperature:g}",
         "rewards": ", ".join(rewards),
-        "credit": f"{method}; answers in style {cfg.credit.answer.style}; ESS: share of the reasoning that its weights "
-        "use, 1 if all tokens weigh alike",
+        "credit": f"{method}; answers in style {cfg.credit.answer.style}{ess}",
         "update": f"{updates} an iteration, {loss.surrogate} loss by {loss.aggregation}{kl}, lr {optim.lr:g} "
         f"({optim.schedule}, {optim.warmup} updates of warm-up)",
         "run folder": facts["run folder"],
