@@ -1,6 +1,6 @@
 """Every field of the config is read: changed once, it changes a program, what a run does or writes, or gives an error.
 
-``FIELDS`` must name every leaf of ``Config``; a new field without an entry here fails. An entry is a changed value,
+``fields()`` must name every leaf of ``Config``; a new field without an entry here fails. An entry is a changed value,
 what the rest of the config must be for the field to matter, and a view: a function of the config whose result must
 differ. Views go through the same builders as the command; only device programs and graders are replaced by fakes
 where a view looks at the host's side.

@@ -1,7 +1,8 @@
 """Every built-in credit method, in the order of help texts and the lab. Importing this imports no JAX.
 
-A new method is a file that ends in its ``METHOD``, and an entry here. Config choices, help texts, the lab and studies
-read these entries; a run imports the module of its method (``oarjax.credit.method.built_in``).
+A new method is a file that ends in its ``METHOD``, and an entry here; settings are a class and a field in
+``settings.py``, which the entry names in ``sections``. Config choices, help texts, the lab and studies read these
+entries; a run imports the module of its method (``oarjax.credit.method.built_in``).
 """
 
 from __future__ import annotations
