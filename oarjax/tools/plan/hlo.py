@@ -23,6 +23,9 @@ from oarjax.tools.plan.traffic import hbm_bytes
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+PRODUCTS = "matrix products"
+"""Operations with matrix products, and what the compiler fused into them."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -45,7 +48,12 @@ class Executed:
     moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
     passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
     streamed: float = 0.0  # the part of ``moved`` that decode kernels read
-    cycles: float = 0.0  # of all but kernels and collectives, as the compiler estimates them
+    operations: Counter[str] = field(default_factory=Counter)  # PRODUCTS or a pass -> cycles, by the compiler
+
+    @property
+    def cycles(self) -> float:
+        """Sum the cycles of all but kernels and collectives."""
+        return float(self.operations.total())
 
     def add(self, other: Executed, times: int | float) -> None:
         """Add another's totals, so many times."""
@@ -53,8 +61,7 @@ class Executed:
         self.moved += times * other.moved
         self.passed += times * other.passed
         self.streamed += times * other.streamed
-        self.cycles += times * other.cycles
-        for part in ("collectives", "calls", "kernels", "groups", "group_calls"):
+        for part in ("collectives", "calls", "kernels", "groups", "group_calls", "operations"):
             mine, theirs = getattr(self, part), getattr(other, part)
             for name, count in theirs.items():
                 mine[name] += times * count
@@ -137,7 +144,10 @@ def _count(
                 found.add(part, times)
     elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
         _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
-    found.cycles += instruction.cycles
+    if instruction.cycles:
+        place = instruction.op_name.rpartition("/")[2] or instruction.opcode
+        name = PRODUCTS if found.flops != before[0] else re.sub(r"[.\d]+$", "", place)
+        found.operations[name] += instruction.cycles  # type: ignore[assignment]
     if found.calls.total() == before[2]:  # of a collective the time is on the links
         moved = hbm_bytes(program, instructions, instruction, slots=slots)
         found.streamed += moved * (opcode == "custom-call" and instruction.name.startswith(DECODE))
@@ -160,7 +170,8 @@ def _count_fusion(
     part = Executed()
     part.add(total(called), 1)
     if fused:  # between its own instructions nothing goes to HBM, and its cycles are stated for all of it
-        part.moved = part.passed = part.cycles = 0.0
+        part.moved = part.passed = 0.0
+        part.operations.clear()
     chains = {
         (i.opcode, chain[1], channel[1])
         for i in program.computations[called].values()

@@ -110,4 +110,5 @@ def test_cycles_are_the_compilers_for_whole_fusions():
     fusion = "%r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced, " + costs % 120
     for unknown in (-1, 2**63 - 1):
         last = "ROOT %s = f32[7,64]{0,1} copy(%a), " + costs % unknown
-        assert executed(inside.replace("BODY", f"{fusion}\n  {last}")).cycles == 120
+        found = executed(inside.replace("BODY", f"{fusion}\n  {last}"))
+        assert (found.cycles, found.operations) == (120, {"fusion": 120})
