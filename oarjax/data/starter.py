@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -31,6 +32,9 @@ BASE = "gsm8k_qwen2.5-0.5b"
 
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
 """Share and maximum number of prompts that are held out for evaluations."""
+
+SUMS = frozenset("0123456789+-")
+"""Characters of a sum that does not end in =."""
 
 
 class Written(NamedTuple):
@@ -88,6 +92,9 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
         "train": {"source": str(parts[0]), **fields},
         "eval": {"source": str(parts[1]), **fields},
     }
+    bare = tree.get("sft") and all(p.prompt and set(p.prompt) <= SUMS for p in problems)
+    if bare and tree["sft"]["data"]["source"] == "builtin:arithmetic" and "prompt_format" not in tree["data"]:
+        tree["data"]["prompt_format"] = "{prompt}="  # as the warm start's prompts end, after which it writes steps
     if not base:
         numbers = sum(any(c.isdigit() for c in p.reference) for p in problems) > len(problems) / 2
         tree["grading"] = {"rewards": [{"name": "math" if numbers else "exact"}]}
@@ -112,10 +119,12 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
 
 
 def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]:
-    """Say which answers the built-in policy does not learn to write in its warm start."""
+    """Say which prompts and answers the built-in policy does not learn to read or write in its warm start."""
     if sft is None or sft.data.source != "builtin:arithmetic":
         return
-    highest = sft.data.arithmetic.highest
+    highest, terms = sft.data.arithmetic.highest, sft.data.arithmetic.terms
+    if terms not in {len(re.findall(r"\d+", p.prompt)) for p in problems}:
+        yield f"no prompt has {terms} numbers, as those of the warm start: set sft.data.arithmetic.terms to yours"
     within = {str(number) for number in range(highest + 1)}
     outside = sum(p.reference.strip() not in within for p in problems)
     if outside:

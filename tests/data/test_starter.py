@@ -43,7 +43,15 @@ def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
     (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")
     said = write_config("sums.csv", base="demo").message()
     assert "2 of 4 answers are not numbers from 0 to 19" in said
+    assert "no prompt has 5 numbers" in said
     assert "hub" not in said
+
+
+def test_sums_without_an_equals_sign_get_the_warm_starts(tmp_path):
+    """Without it the demo's policy had 0% of 20 such sums after ten iterations, and with it 30%."""
+    for name, end, expected in (("bare", "", "{prompt}="), ("asked", "=", "{prompt}")):
+        (tmp_path / f"{name}.csv").write_text(f"question,answer\n9+9-1{end},17\n9+8{end},17\n")
+        assert load_config(write_config(f"{name}.csv", base="demo").config).data.prompt_format == expected
 
 
 def test_the_rest_of_a_named_config_stays(tmp_path):
