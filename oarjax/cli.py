@@ -361,17 +361,8 @@ def plan(
     check_configs([a for a in arguments if "=" not in a], [a for a in arguments if "=" in a])
     from oarjax.tools.plan.command import run
 
-    if not run(
-        arguments,
-        topology=topology,
-        credit=credit,
-        phases=phases,
-        out=out,
-        write=write,
-        cache=cache,
-        timeout=timeout,
-        jobs=jobs,
-    ):
+    written = {"out": out, "write": write, "cache": cache}
+    if not run(arguments, topology=topology, credit=credit, phases=phases, timeout=timeout, jobs=jobs, **written):
         raise typer.Exit(1)
 
 
@@ -383,11 +374,12 @@ def bench(
     as_json: AsJson = False,
     against: Annotated[str | None, typer.Option(help="torch: alternate with plain PyTorch.")] = None,
     project: Annotated[bool, typer.Option("--project", help="Compute the cost of credit for a 7B policy.")] = False,
+    growth: Annotated[bool, typer.Option("--growth", help="Time and memory of a step as its sizes double.")] = False,
 ) -> None:
     """Time rollout, update, credit, a whole iteration or grading on this machine."""
     from oarjax.tools.bench.command import run
 
-    run(model, only, repeats, as_json, against, project)
+    run(model, only, repeats, as_json, against, project, growth)
 
 
 @app.command(epilog="Example: oarjax accept --out report.json")

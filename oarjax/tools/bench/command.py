@@ -23,8 +23,9 @@ from oarjax.data.hf import write_random_checkpoint
 from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
-from oarjax.system.devices import choose_platform
+from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.tools.bench import grading as bench_grading
+from oarjax.tools.bench import growth as bench_growth
 from oarjax.tools.bench import project as bench_project
 from oarjax.tools.bench import ragged as bench_ragged
 from oarjax.tools.bench import ragged_step as bench_ragged_step
@@ -89,7 +90,15 @@ RAGGED: dict[str, Callable[..., dict[str, Any]]] = {
 """Completions that differ in length, and the function that measures them."""
 
 
-def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
+def run(
+    model: str,
+    only: str,
+    repeats: int,
+    as_json: bool,
+    against: str | None,
+    project: bool = False,
+    growth: bool = False,
+) -> None:
     """Run the workloads and print their tables, or one JSON document."""
     if project:
         projected = bench_project.document()
@@ -110,6 +119,15 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError('--against torch: torch is not installed; pip install "oarjax[parity]"')
     choose_platform("auto")
+    if growth:
+        console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
+        grown = machine(None) | {"repeats": repeats}
+        with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as compiled:  # each program, for memory and for time
+            use_compilation_cache(compiled)
+            grown |= bench_growth.measure_growth(LONG_MODEL, bench_growth.BASE, repeats=repeats, status=console.status)
+        grown["load_average_after"] = _load()
+        print(json.dumps(grown, indent=2)) if as_json else console.print(bench_growth.table(grown))
+        return
     # Without the cache, the number of compilations and their memory are those of a fresh run.
     jax.config.update("jax_enable_compilation_cache", False)
     console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)

@@ -204,14 +204,14 @@ class Ours:
         }
 
     def rollout(self) -> Callable[[], Any]:
-        steps, keys = self._run(self.cfg).steps, _Keys()
+        steps, keys = self.run_of(self.cfg).steps, _Keys()
         ids = jnp.asarray(self.tokens.prompts)
         prompts = PromptBatch(ids, jnp.ones(ids.shape, bool), jnp.arange(len(ids), dtype=jnp.int32))
         # The evaluation's program draws one completion per prompt.
         return lambda: jax.block_until_ready(steps.evaluate(self.params, prompts, keys.next()))
 
     def update(self) -> Callable[[], Any]:
-        run = self._run(self.cfg)
+        run = self.run_of(self.cfg)
         steps, state = run.steps, run.new_state(self.params)
         rows, b = len(self.tokens.rows), _microbatch(len(self.tokens.rows), self.cfg.update.microbatch)
         draw = np.random.default_rng(1)
@@ -252,7 +252,7 @@ class Ours:
         self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = lambda steps: steps
     ) -> Callable[[], Any]:
         s, cfg = self.shapes, cfg or self.cfg
-        run = self._run(cfg)
+        run = self.run_of(cfg)
         steps, state = watch(run.steps), run.new_state(self.params)
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ class Ours:
         return work
 
     def _score(self, cfg: Config, ids: np.ndarray, length: int) -> Callable[[], Any]:
-        steps, keys = self._run(cfg).steps, _Keys()
+        steps, keys = self.run_of(cfg).steps, _Keys()
         rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
         completion = np.ones((rows, length), bool)
         zeros = np.zeros(completion.shape, np.float32)
@@ -286,7 +286,7 @@ class Ours:
         tree = settings(self.shapes)
         return parse_config(tree | {name: tree.get(name, {}) | fields for name, fields in sections.items()})
 
-    def _run(self, cfg: Config) -> Run:
+    def run_of(self, cfg: Config) -> Run:
         return Run(cfg, model=self.model, mesh=self.mesh, stop_ids=(), pad_id=PAD)
 
 
