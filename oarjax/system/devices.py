@@ -73,18 +73,22 @@ def choose_platform(device: str) -> str:
     return platform
 
 
-def only_cpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Return True if libtpu alone could bring a device, and the machine has none of Google's.
+def only_cpu(root: Path = Path("/")) -> bool:
+    """Return True if libtpu alone could bring a device, and nothing speaks for a chip of Google's.
 
-    JAX would choose the CPU too, after libtpu has printed errors about cloud metadata.
+    JAX would choose the CPU too, after libtpu has printed errors about cloud metadata. A chip shows on the PCI bus, as
+    a device file where a container hides that, or in variables that TPU machines set.
     """
     plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
-    if find_spec("libtpu") is None or plugins or os.environ.get("JAX_FORCE_TPU_INIT"):
+    told = [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU")) and name != "TPU_MIN_LOG_LEVEL"]
+    files = [*root.glob("dev/accel*"), *root.glob("dev/vfio/*")]
+    if find_spec("libtpu") is None or plugins or told or files:
         return False
     try:
-        return "0x1ae0" not in {vendor.read_text().strip() for vendor in bus.glob("*/vendor")}
+        vendors = {path.read_text().strip() for path in root.glob("sys/bus/pci/devices/*/vendor")}
     except OSError:
         return False
+    return bool(vendors) and "0x1ae0" not in vendors
 
 
 CACHED_FROM = 0.2  # seconds of compilation; quicker programs are compiled again

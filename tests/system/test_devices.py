@@ -1,5 +1,6 @@
 """Choosing devices and meshes, the compilation cache, and what a device can do at best."""
 
+import os
 import types
 
 import jax
@@ -50,12 +51,22 @@ def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
 def test_libtpu_is_not_asked_where_no_chip_of_google_is(tmp_path, monkeypatch):
     monkeypatch.setattr("oarjax.system.devices.find_spec", lambda name: name == "libtpu" or None)
     monkeypatch.setattr("oarjax.system.devices.entry_points", lambda group: ())
-    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "vendor").write_text("0x8086\n")
-    assert only_cpu(tmp_path)
-    (tmp_path / "0" / "vendor").write_text("0x1ae0\n")
+    for name in [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU"))]:
+        monkeypatch.delenv(name)
+    assert not only_cpu(tmp_path)  # a container that hides the bus
+    vendor = tmp_path / "sys/bus/pci/devices/0/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x1ae0\n")
     assert not only_cpu(tmp_path)
+    vendor.write_text("0x8086\n")
+    assert only_cpu(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("TPU_ACCELERATOR_TYPE", "v5e-1")
+        assert not only_cpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "accel0").touch()
+    assert not only_cpu(tmp_path)
+    (tmp_path / "dev" / "accel0").unlink()
     monkeypatch.setattr("oarjax.system.devices.find_spec", lambda name: None)  # then JAX looks for nothing
     assert not only_cpu(tmp_path)
 
