@@ -50,7 +50,7 @@ def recorded_files(names: Sequence[str], *, run: Path) -> list[Path]:
         inside = sorted(p for p in path.glob("*") if p.suffix in (".jsonl", ".parquet")) if path.is_dir() else [path]
         if not inside or not all(p.is_file() for p in inside):
             raise DataError(f"{FIELD}: expected a .jsonl or .parquet file, or a folder of them, got {name}")
-        if inside[0].resolve().is_relative_to((run / "rollouts").resolve()):
+        if any(p.resolve().is_relative_to((run / "rollouts").resolve()) for p in inside):
             raise DataError(f"{FIELD}: {name} are records that this run writes and removes; set another run_dir")
         files += inside
     return files

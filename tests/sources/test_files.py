@@ -127,8 +127,12 @@ def test_other_problems_and_half_groups_are_refused(tmp_path):
         recorded_files([str(tmp_path / "nowhere")], run=tmp_path / "run")
     (own := tmp_path / "run" / "rollouts").mkdir(parents=True)
     (own / "000001.jsonl").write_text("")
-    with pytest.raises(DataError, match="records that this run writes and removes; set another run_dir"):
-        recorded_files([str(own)], run=tmp_path / "run")
+    (others := tmp_path / "others").mkdir()
+    (others / "000000.jsonl").write_text("")
+    (others / "000001.jsonl").symlink_to(own / "000001.jsonl")
+    for named in (own, others):
+        with pytest.raises(DataError, match="records that this run writes and removes; set another run_dir"):
+            recorded_files([str(named)], run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
