@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oarjax.config.learning import EnvironmentConfig
-from oarjax.errors import UserError
+from oarjax.errors import ConfigError, UserError
 
 PREFIX = "verifiers:"
 STARTING = 300.0
@@ -52,7 +53,15 @@ def is_verifiers(name: str) -> bool:
 
 
 def environment_settings(name: str, settings: Mapping[str, Any], turns: int) -> dict[str, Any]:
-    """Return verifiers' EnvConfig: one agent that chats, in this machine's processes, unless ``settings`` differ."""
+    """Return verifiers' EnvConfig: one agent that chats, in this machine's processes, unless ``settings`` differ.
+
+    Raises:
+        ConfigError: a setting has another form than that of verifiers.
+    """
+    for key, kind in (("python", str), ("agent", dict), ("taskset", dict)):
+        if not isinstance(settings.get(key, kind()), kind):
+            what = "a path" if kind is str else "fields in {...}"
+            raise ConfigError(f"rollout.environment.settings.{key}: expected {what}, got {settings[key]!r:.60}")
     asked = {key: value for key, value in settings.items() if key not in ("python", "renderer")}
     plain = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": turns}
     agents = {} if "id" in asked else {"agent": {**plain, **asked.get("agent", {})}}
@@ -69,12 +78,12 @@ class Player:
     def __init__(self, environment: EnvironmentConfig, tokenizer: str) -> None:
         settings = environment.settings
         self.deadline, self.turns, self._name = environment.deadline, environment.turns, environment.name
-        self._python = str(settings.get("python", sys.executable))
         self._setup = {
             "environment": environment_settings(self._name, settings, self.turns),
             "renderer": settings.get("renderer"),
             "tokenizer": str(Path(tokenizer).resolve()) if Path(tokenizer).exists() else tokenizer,
         }
+        self._python = os.path.expanduser(settings.get("python", sys.executable))
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, url: str, token: str, ended: Callable[[Ended | None], object]) -> None:
@@ -84,27 +93,35 @@ class Player:
             ended: called with the end of every episode, from another thread; with None once the process has ended.
 
         Raises:
-            PlayerError: it cannot be started, or does not know the taskset.
+            ConfigError: it cannot be started, or does not know the taskset.
         """
         script = str(Path(__file__).with_name("verifiers_player.py"))
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        direct = direct if direct == "*" else f"{direct},127.0.0.1".lstrip(",")  # our server is behind no proxy
         try:
             process = subprocess.Popen(
                 [self._python, script, "play"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OARJAX_TOKEN": token},
+                env={**os.environ, "OARJAX_TOKEN": token, "NO_PROXY": direct, "no_proxy": direct},
+                start_new_session=True,  # Ctrl-C is for the run, which plays its episodes to their end
             )
         except OSError as error:
-            raise PlayerError(
-                f"rollout.environment.settings.python: {self._python} cannot be started: {error}"
+            raise ConfigError(
+                f"rollout.environment.settings.python: {self._python} cannot be started ({error.strerror}); name the "
+                "Python of an environment with verifiers in it"
             ) from None
         self._process, ready, news = process, threading.Event(), []
 
         def read() -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                message = json.loads(line)
+                try:
+                    message = dict(json.loads(line))
+                except (ValueError, TypeError):
+                    sys.stderr.write(line)  # another program than ours printed it
+                    continue
                 if "ended" in message:
                     ended(Ended(message["ended"], message["reward"], message["failed"], message["state"]))
                 else:
@@ -118,7 +135,7 @@ class Player:
         if not ready.wait(STARTING) or not news or "refused" in news[0]:
             why = news[0]["refused"] if news else "it ended, or was not ready in time; see above"
             self.close()
-            raise PlayerError(
+            raise ConfigError(
                 f"rollout.environment: {self._python} does not play {self._name}: {why}; install verifiers 0.4 and the "
                 "taskset there, or name another settings.python"
             )
@@ -135,7 +152,7 @@ class Player:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.write(json.dumps(message, default=str) + "\n")
             self._process.stdin.flush()
         except (OSError, ValueError):  # it has ended, which the reading thread tells
             return
@@ -151,5 +168,6 @@ class Player:
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            process.kill()
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -24,7 +24,8 @@ MOST_TASKS = 100_000
 
 
 def main(arguments: list[str]) -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # prints of a task must not get into what is sent
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # what a task or its programs print must not get into it
+    os.dup2(2, 1)
     match arguments:
         case ["tasks", name, *count]:
             write_tasks(name, int(count[0]) if count else MOST_TASKS, out)

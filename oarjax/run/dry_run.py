@@ -12,6 +12,8 @@ from oarjax.grading.pool import GraderError
 from oarjax.grading.rewards import Sample
 from oarjax.report.console import OnceWarnings
 from oarjax.run.run import Run
+from oarjax.sources.driven import DriverLink, task_of
+from oarjax.system.processes import only_first
 from oarjax.types import Grades
 
 AROUND = {"boxed": r"\boxed{%s}", "hash": "#### %s", "tag": "<answer>%s</answer>"}
@@ -25,12 +27,18 @@ READERS = ("exact", "math")
 def try_rewards(run: Run, grader: Grader) -> None:
     """Begin an episode of the first problem; grade its reference answer, and nonsense, and warn of odd grades.
 
+    A program that plays episodes itself is started.
+
     Raises:
+        UserError: it cannot play, or the problem has no task for it.
         GraderError: the environment or a reward raised an exception, or ended its worker.
     """
     problem = next(iter(run.train.problems))
     if isinstance(run.environments, Environments):
         _try_environment(run.environments, problem.columns)
+    if isinstance(driver := run.environments, DriverLink):
+        task_of(problem)
+        only_first(driver.open)
     frame = AROUND.get(run.cfg.credit.answer.style, "%s")
     texts = (frame.replace("%s", problem.reference), "flurb")
     grades = grader.grade(

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from oarjax.config.learning import RolloutConfig
+from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError
 from oarjax.data.streams import Encoded
 from oarjax.environments.player import Ended, PlayerError
@@ -70,11 +71,19 @@ class DriverLink:
         self._news: queue.SimpleQueue[TurnAsked | Ended | None] = queue.SimpleQueue()
         self._server: TokenServer | None = None
 
-    def begin(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Begin episodes by name."""
+    def open(self) -> None:
+        """Start the driver, unless it is started.
+
+        Raises:
+            ConfigError: it cannot play.
+        """
         if self._server is None:
             self._server = TokenServer(self._news.put)
             self.driver.start(self._server.url, self._server.token, self._news.put)
+
+    def begin(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin episodes by name."""
+        self.open()
         for name, task in tasks.items():
             self.driver.play(name, task)
 
@@ -106,16 +115,9 @@ class DriverLink:
             raise TypeError(f"{type(source).__name__} draws single turns only")
         by_index = problems.by_index
 
-        def task(problem: int) -> Mapping[str, Any]:
-            found = by_index[problem].columns.get("task")
-            if not isinstance(found, Mapping):
-                raise DataError(
-                    f"{by_index[problem].place}: expected a task of verifiers in the column task, got {found!r:.60}; "
-                    "write the rows with oarjax/environments/verifiers_player.py tasks TASKSET"
-                )
-            return found
-
-        return DrivenEpisodes(source, self, task, rollout, stop_ids=stop_ids, vocab=vocab)
+        return DrivenEpisodes(
+            source, self, lambda problem: task_of(by_index[problem]), rollout, stop_ids=stop_ids, vocab=vocab
+        )
 
     def close(self) -> None:
         """End the driver, and listen no longer."""
@@ -123,6 +125,21 @@ class DriverLink:
             self.driver.close()
             self._server.close()
             self._server = None
+
+
+def task_of(problem: Problem) -> Mapping[str, Any]:
+    """Return the task of a problem.
+
+    Raises:
+        DataError: it has none.
+    """
+    found = problem.columns.get("task")
+    if not isinstance(found, Mapping):
+        raise DataError(
+            f"{problem.place}: expected a task of verifiers in the column task, got {found!r:.60}; "
+            "write the rows with oarjax/environments/verifiers_player.py tasks TASKSET"
+        )
+    return found
 
 
 class DrivenEpisodes:
@@ -176,8 +193,8 @@ class DrivenEpisodes:
         if failed := [row.ended.failed for row in names.values() if row.ended and not row.limit and row.ended.failed]:
             print(f"verifiers: {len(failed)} of {len(names)} episodes failed, first: {failed[0]}", file=sys.stderr)
         if len(never) == len(names):
-            why = next(iter(names.values())).ended
-            raise PlayerError(f"rollout.environment: no episode asks for a turn: {why and why.failed}")
+            why = (failed and failed[0]) or "they end without, and say that they did not fail"
+            raise PlayerError(f"rollout.environment: no episode asks for a turn: {why}")
         if never:  # every row has a turn, that of a failed one too
             for row, turn in zip(never, self._source.go_on(batch, [row.request for row in never])):
                 row.turns.append(turn)
@@ -268,7 +285,7 @@ class DrivenEpisodes:
         for name, value in asked.sampling.others.items():
             off = name == "top_k" and value == -1
             if (0 if off else value) != own.get(name, 0) and (name in own or value):
-                return f"{name}: the run draws with {own.get(name)}, got {value!r:.60}; leave it out"
+                return f"{name}: the run draws with {own.get(name, 'none')}, got {value!r:.60}; leave it out"
         return ""
 
     def sync(self, params: Params, version: int) -> None:

@@ -86,7 +86,7 @@ class TurnAsked:
     def wait(self, link: socket.socket) -> tuple[int, dict[str, Any]] | None:
         """Return status and JSON of the answer; None once the client at the other end of ``link`` has gone."""
         while not self._done.wait(LOOKING):
-            if select.select([link], [], [], 0)[0] and not _peek(link):
+            if _readable(link) and not _peek(link):
                 self.gone = True
                 return None
         return self._reply
@@ -253,6 +253,12 @@ def cut(
     if sampling.max_tokens is not None and sampling.max_tokens < end:
         end, finish = sampling.max_tokens, "length"
     return tokens[:end], finish
+
+
+def _readable(link: socket.socket) -> bool:
+    look = select.poll()  # select() takes no descriptor above 1,023
+    look.register(link, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _peek(link: socket.socket) -> bytes:

@@ -69,6 +69,16 @@ def tried(config, capfd):
     return attempt
 
 
+def test_a_program_that_plays_episodes_is_started(tried, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    environment = f"rollout.environment={{name: verifiers:x, settings: {{python: {tmp_path}/none}}}}"
+    rewards, data = "grading.rewards=[{name: environment}]", f"data.train={{source: {rows}}}"
+    for task, message in (('""', "expected a task of verifiers in the column task"), ("{}", "/none cannot be started")):
+        rows.write_text(f'{{"question": "1+2=", "answer": "-", "task": {task}}}\n' * 8)
+        with pytest.raises(UserError, match=message):
+            tried(environment, rewards, data, "credit.method=uniform")
+
+
 def test_sound_rewards_are_silent(tried):
     assert tried("grading.rewards=[{name: exact}, {name: math}, {name: format}]") == ""
 

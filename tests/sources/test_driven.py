@@ -2,12 +2,14 @@
 
 import json
 import queue
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,9 @@ import pytest
 import tiny
 
 from oarjax.config.learning import EnvironmentConfig
+from oarjax.environments import player as player_module
 from oarjax.environments.player import Ended, Player, PlayerError, environment_settings
+from oarjax.errors import ConfigError
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards, written_turns
@@ -186,14 +190,16 @@ def test_a_driver_that_plays_nothing_stops_the_run(made):
 
 
 PROCESS = """#!{python}
-import json, sys
+import json, os, sys
 setup = json.loads(sys.stdin.readline())
+print("a line of a program", 3, sep="\\n", flush=True)
 print(json.dumps({ready}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     if asked["task"].get("dies"):
         sys.exit(3)
-    end = {{"reward": 2.0, "failed": "", "state": {{"turns": setup["environment"]["agent"]["max_turns"]}}}}
+    state = {{"turns": setup["environment"]["agent"]["max_turns"], "direct": os.environ["NO_PROXY"]}}
+    end = {{"reward": 2.0, "failed": "", "state": {{**state, "apart": os.getpgid(0) == os.getpid()}}}}
     print(json.dumps({{"ended": asked["play"], **end}}), flush=True)
 """
 
@@ -212,12 +218,13 @@ def player(tmp_path):
     return make
 
 
-def test_a_process_plays_and_its_end_is_told(player):
+def test_a_process_plays_and_its_end_is_told(player, monkeypatch):
+    monkeypatch.setenv("no_proxy", "intern")
     news, made = queue.Queue(), player({"ready": True})
     with closing(made):
         made.start("http://127.0.0.1:1", "token", news.put)
         made.play("a", {"prompt": "x"})
-        assert news.get(timeout=30) == Ended("a", 2.0, "", {"turns": 4})
+        assert news.get(timeout=30) == Ended("a", 2.0, "", {"turns": 4, "direct": "intern,127.0.0.1", "apart": True})
         made.play("b", {"dies": True})
         assert news.get(timeout=30) is None
         made.play("c", {})  # in vain, and no error: its end was told
@@ -230,8 +237,28 @@ def test_a_process_that_does_not_play_says_why(player, tmp_path, ready, message)
     made = player(ready)
     if ready is None:
         (tmp_path / "python").unlink()
-    with closing(made), pytest.raises(PlayerError, match=message if ready else "cannot be started"):
+    with closing(made), pytest.raises(ConfigError, match=message if ready else "cannot be started"):
         made.start("http://127.0.0.1:1", "token", lambda ended: None)
+
+
+def test_prints_of_a_taskset_and_of_its_programs_are_not_among_what_is_sent(tmp_path):
+    (tmp_path / "verifiers/v1/utils").mkdir(parents=True)
+    (tmp_path / "verifiers/v1/utils/loaders.py").write_text(
+        "import os\nresolve_env_config = dict\n"
+        "def load_environment(config):\n    print('by the task')\n    os.system('echo by a program')\n"
+        "    return type('Env', (), {'taskset': []})\n"
+    )
+    script = Path(player_module.__file__).with_name("verifiers_player.py")
+    done = subprocess.run([sys.executable, script, "tasks", "x"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == ""
+    assert sorted(done.stderr.splitlines()) == ["by a program", "by the task"]
+
+
+@pytest.mark.parametrize("settings", [{"python": 3}, {"agent": None}, {"taskset": "x"}])
+def test_settings_of_another_form_are_refused_by_name(settings):
+    (name,) = settings
+    with pytest.raises(ConfigError, match=rf"rollout.environment.settings.{name}: expected .*, got"):
+        Player(EnvironmentConfig(name="verifiers:words", settings=settings), "tokenizer")
 
 
 def test_settings_are_those_of_verifiers_and_name_what_it_plays():

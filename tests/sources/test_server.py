@@ -1,5 +1,6 @@
 """The token server over real HTTP: it answers our own client, and what is malformed harms nobody else."""
 
+import fcntl
 import http.client
 import json
 import queue
@@ -125,6 +126,19 @@ def test_a_client_that_breaks_off_or_goes_harms_nobody(monkeypatch):
             400,
             {"error": {"message": "no room", "type": "invalid_request_error", "code": 400}},
         )
+
+
+def test_a_client_beyond_a_thousand_descriptors_is_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "LOOKING", 0.01)
+    asked = module.asked_of(RIGHT)
+    here, there = socket.socketpair()
+    try:
+        far = socket.socket(fileno=fcntl.fcntl(here.fileno(), fcntl.F_DUPFD, 1024))
+    except OSError:
+        pytest.skip("this machine allows fewer")
+    with here, there, far:
+        threading.Timer(0.05, asked.refuse, (409, "late")).start()
+        assert asked.wait(far)[0] == 409
 
 
 def test_a_turn_is_cut_as_its_request_wants_it():
