@@ -66,11 +66,16 @@ def choose_platform(device: str) -> str:
     if device not in ("auto", platform):
         install = 'Install the extra (pip install "oarjax[{}]"), free the device'
         remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(device, "Set JAX_PLATFORMS=cpu")
+        asked = os.environ.get("JAX_PLATFORMS")
         raise DeviceError(
             f"device: expected {device}, but JAX finds {platform} ({jax.devices()[0].device_kind}). "
-            f"{remedy}, or set device: {platform}"
+            f"{remedy}, or set device: {platform}{f'; JAX_PLATFORMS={asked} chooses it' if asked else ''}"
         )
     return platform
+
+
+SET_BY_JAX = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION"}
+"""Variables that importing JAX sets on any machine where libtpu is installed."""
 
 
 def only_cpu(root: Path = Path("/")) -> bool:
@@ -80,7 +85,8 @@ def only_cpu(root: Path = Path("/")) -> bool:
     a device file where a container hides that, or in variables that TPU machines set.
     """
     plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
-    told = [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU")) and name != "TPU_MIN_LOG_LEVEL"]
+    known = {*SET_BY_JAX, "TPU_MIN_LOG_LEVEL"}
+    told = [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU")) and name not in known]
     files = [*root.glob("dev/accel*"), *root.glob("dev/vfio/*")]
     if find_spec("libtpu") is None or plugins or told or files:
         return False

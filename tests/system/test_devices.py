@@ -30,6 +30,9 @@ def test_auto_takes_what_there_is():
 
 
 def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(DeviceError, match="or set device: cpu; JAX_PLATFORMS=cpu chooses it"):
+        choose_platform("tpu")
     with pytest.raises(DeviceError, match=r"expected tpu, but JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
         choose_platform("tpu")
     with pytest.raises(DeviceError, match=r"expected gpu, but JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
@@ -53,6 +56,8 @@ def test_libtpu_is_not_asked_where_no_chip_of_google_is(tmp_path, monkeypatch):
     monkeypatch.setattr("oarjax.system.devices.entry_points", lambda group: ())
     for name in [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU"))]:
         monkeypatch.delenv(name)
+    for name in ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"):  # which importing JAX sets with libtpu installed
+        monkeypatch.setenv(name, "1")
     assert not only_cpu(tmp_path)  # a container that hides the bus
     vendor = tmp_path / "sys/bus/pci/devices/0/vendor"
     vendor.parent.mkdir(parents=True)
