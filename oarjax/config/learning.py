@@ -34,6 +34,10 @@ class EngineConfig(Section):
     )
 
 
+VERIFIERS = "verifiers:"
+"""Begins the name of an environment that is a taskset of verifiers, and no class."""
+
+
 class EnvironmentConfig(Section):
     name: str = Field(
         description="environment of an episode: a built-in one, file.py:Class, module:Class, or verifiers:TASKSET"
@@ -49,6 +53,11 @@ class EnvironmentConfig(Section):
         description="what becomes of thinking in earlier turns; template: as the chat template has it, refused if it "
         "drops it, since rows are only appended to; keep: it stays in the row",
     )
+
+    @property
+    def taskset(self) -> str | None:
+        """Return the taskset of verifiers that is named; None for a class."""
+        return self.name.removeprefix(VERIFIERS) if self.name.startswith(VERIFIERS) else None
 
 
 class RolloutConfig(Section):

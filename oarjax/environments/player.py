@@ -17,10 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oarjax.config.learning import EnvironmentConfig
+from oarjax.config.learning import VERIFIERS, EnvironmentConfig
 from oarjax.errors import ConfigError, UserError
 
-PREFIX = "verifiers:"
 STARTING = 300.0
 """Seconds in which the process must be ready."""
 
@@ -47,11 +46,6 @@ class Ended(NamedTuple):
     state: dict[str, Any] | None
 
 
-def is_verifiers(name: str) -> bool:
-    """Return True for the name of a taskset of verifiers."""
-    return name.startswith(PREFIX)
-
-
 def environment_settings(name: str, settings: Mapping[str, Any], turns: int) -> dict[str, Any]:
     """Return verifiers' EnvConfig: one agent that chats, in this machine's processes, unless ``settings`` differ.
 
@@ -65,7 +59,7 @@ def environment_settings(name: str, settings: Mapping[str, Any], turns: int) -> 
     asked = {key: value for key, value in settings.items() if key not in ("python", "renderer")}
     plain = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": turns}
     agents = {} if "id" in asked else {"agent": {**plain, **asked.get("agent", {})}}
-    return {**asked, **agents, "taskset": {"id": name.removeprefix(PREFIX), **asked.get("taskset", {})}}
+    return {**asked, **agents, "taskset": {"id": name.removeprefix(VERIFIERS), **asked.get("taskset", {})}}
 
 
 class Player:

@@ -14,7 +14,6 @@ from rich.text import Text
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
-from oarjax.environments.player import is_verifiers
 from oarjax.errors import ConfigError
 from oarjax.evaluate.fields import drawing
 from oarjax.evaluate.target import find_target, target_params
@@ -58,11 +57,11 @@ def run(
     if record is not None and (record.suffix != ".jsonl" or record.exists() or not record.parent.is_dir()):
         raise ConfigError(f"--record: expected the name of a new .jsonl file in a folder, got {record}")
     target = find_target(policy)
-    plays = template == "auto" and target.cfg is not None and target.cfg.rollout.environment is not None
-    cfg = target.cfg
-    if template == "auto" and cfg and (played := cfg.rollout.environment) and is_verifiers(played.name):
+    cfg = target.cfg if template == "auto" else None
+    environment = None if cfg is None else cfg.rollout.environment
+    if environment is not None and environment.taskset is not None:
         raise ConfigError("oarjax sample: verifiers plays tasks, no prompts; see the run's report, or give --template")
-    if record is not None and plays:
+    if record is not None and environment is not None:
         raise ConfigError("--record: records are of single turns, and the run plays episodes; leave it out")
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
@@ -71,10 +70,8 @@ def run(
     if template == "chat" and tokenizer.chat_template is None:
         raise ConfigError("--template: this policy's tokenizer has no chat template; use plain")
     asks: dict[str, Any] = {"template": template, "system_prompt": None, "prompt_format": "{prompt}"}
-    environment = None
-    if template == "auto" and target.cfg is not None:
-        environment = target.cfg.rollout.environment
-        asks = rendering(target.cfg.data, environment)
+    if cfg is not None:
+        asks = rendering(cfg.data, environment)
     elif template == "auto":
         asks["template"] = "plain" if tokenizer.chat_template is None else "chat"
     stops, pad = stop_ids(folder, tokenizer), pad_id(tokenizer)
@@ -95,13 +92,13 @@ def run(
     else:
         params = jax.tree.map(lambda x: x.astype(compute), target_params(target, model, folder)[0])
     drawn = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
-    reply = None if target.cfg is None else reply_of(environment, target.cfg.data, tokenizer, stops)
-    if environment is not None and target.cfg is not None and reply is not None:
+    reply = None if cfg is None else reply_of(environment, cfg.data, tokenizer, stops)
+    if environment is not None and cfg is not None and reply is not None:
         further = SegmentedSampler(functions, decoding, keys_of=row_keys, group=1)
         source = SamplerSource(draw, Spent, lambda params: params, lambda tree: tree, jax.device_get, further)
         source.sync(params, 0)
-        with start_environments(environment, target.cfg.grading) as environments:
-            columns = [{target.cfg.data.train.prompt_field: prompt} for prompt in prompts]
+        with start_environments(environment, cfg.grading) as environments:
+            columns = [{cfg.data.train.prompt_field: prompt} for prompt in prompts]
             text = lambda ids: cut_text(text_of(ids, table), stop)  # noqa: E731
             episodes = EpisodeSource(source, environments, text, reply, columns.__getitem__, most=environment.turns)
             rollout = rollout_of(drawn, requested(drawn, episodes.draw(drawn)), pad_id=pad)

@@ -17,7 +17,7 @@ from oarjax.config.learning import EnvironmentConfig, GradingConfig, RolloutConf
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
-from oarjax.environments.player import Player, is_verifiers
+from oarjax.environments.player import Player
 from oarjax.environments.pool import Environments
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
@@ -57,7 +57,7 @@ def open_environments(
     """
     if environment is None:
         return None
-    if is_verifiers(environment.name):
+    if environment.taskset is not None:
         return DriverLink(Player(environment, tokenizer))
     return start_environments(environment, grading).__enter__()
 

@@ -21,7 +21,6 @@ from oarjax.data.tasks.stories import write_stories_policy
 from oarjax.data.tasks.turns import write_turns_policy
 from oarjax.data.tokenizer import encode, reply_ids
 from oarjax.environments.contract import load_environment, tool_schemas
-from oarjax.environments.player import is_verifiers
 from oarjax.errors import ConfigError
 from oarjax.storage.durable import check_guards, exists, storage_errors
 from oarjax.storage.folder import has_progress
@@ -135,7 +134,7 @@ def reply_of(
     Raises:
         TextError: the chat template cannot append a turn.
     """
-    if environment is None or is_verifiers(environment.name):  # they write their turns themselves
+    if environment is None or environment.taskset is not None:  # they write their turns themselves
         return None
     if cfg.template == "plain":
         return partial(encode, tokenizer)
@@ -153,7 +152,7 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) ->
 def rendering(cfg: DataConfig, environment: EnvironmentConfig | None) -> dict[str, Any]:
     """Return how prompts are rendered; chat templates list the tools of the ``environment``."""
     how = {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
-    if environment is None or cfg.template == "plain" or is_verifiers(environment.name):
+    if environment is None or cfg.template == "plain" or environment.taskset is not None:
         return how
     field = "rollout.environment.name"
     loaded = load_environment(environment.name, environment.settings, field=field)

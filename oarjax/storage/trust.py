@@ -49,10 +49,9 @@ def environment_code(environment: EnvironmentConfig | None) -> str | None:
     """Return the class that rollout.environment names; None without one, and for built-in ones."""
     if environment is None or environment.name.startswith("builtin:"):
         return None
-    if not environment.name.startswith("verifiers:"):
+    if environment.taskset is None:
         return environment.name
-    taskset = environment.name.removeprefix("verifiers:").rpartition("/")[2]
-    return taskset.partition("@")[0].replace("-", "_")  # its module
+    return environment.taskset.rpartition("/")[2].partition("@")[0].replace("-", "_")  # its module
 
 
 def code_digests(places: Sequence[str]) -> dict[str, str]:
