@@ -163,6 +163,17 @@ class Continuing(Source, Protocol):
         ...
 
 
+def continuing(source: Source) -> Continuing:
+    """Return a source that draws further turns.
+
+    Raises:
+        TypeError: this one does not.
+    """
+    if not isinstance(source, Continuing):
+        raise TypeError(f"{type(source).__name__} draws single turns only")
+    return source
+
+
 class SamplerSource:
     """The run's own sampler, which draws a batch together.
 

@@ -25,10 +25,10 @@ from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError
 from oarjax.data.streams import Encoded
 from oarjax.environments.player import Ended, PlayerError
-from oarjax.rollout.source import Batch, Continuing, Report, Request, Source, Spent, Turn
+from oarjax.rollout.source import Batch, Continuing, Report, Request, Source, Turn, continuing
+from oarjax.sources.episodes import EpisodesFromTurns
 from oarjax.sources.server import Sampling, TokenServer, TurnAsked, cut
 from oarjax.system.processes import gather, is_first
-from oarjax.types import Params
 
 GATHERING = (0.05, 2.0)
 """Bounds of the seconds that a batch waits for another request: half of what the batch before it took."""
@@ -111,13 +111,8 @@ class DriverLink:
         self, source: Source, problems: Encoded, rollout: RolloutConfig, stop_ids: Sequence[int], vocab: int
     ) -> DrivenEpisodes:
         """Return a source of episodes of ``problems``, whose column ``task`` holds the task, from one of turns."""
-        if not isinstance(source, Continuing):
-            raise TypeError(f"{type(source).__name__} draws single turns only")
-        by_index = problems.by_index
-
-        return DrivenEpisodes(
-            source, self, lambda problem: task_of(by_index[problem]), rollout, stop_ids=stop_ids, vocab=vocab
-        )
+        tasks = lambda problem: task_of(problems.by_index[problem])  # noqa: E731
+        return DrivenEpisodes(continuing(source), self, tasks, rollout, stop_ids=stop_ids, vocab=vocab)
 
     def close(self) -> None:
         """End the driver, and listen no longer."""
@@ -142,7 +137,7 @@ def task_of(problem: Problem) -> Mapping[str, Any]:
     return found
 
 
-class DrivenEpisodes:
+class DrivenEpisodes(EpisodesFromTurns):
     """Draw episodes that a driver plays, with a source of turns.
 
     Args:
@@ -150,8 +145,6 @@ class DrivenEpisodes:
         stop_ids: that end turns of the source.
         vocab: ids of the tokenizer.
     """
-
-    together = True
 
     def __init__(
         self,
@@ -163,7 +156,8 @@ class DrivenEpisodes:
         stop_ids: Sequence[int],
         vocab: int,
     ) -> None:
-        self._source, self._link, self._task_of = source, link, task_of
+        super().__init__(source)
+        self._link, self._task_of = link, task_of
         self._rollout, self._stop_ids, self._vocab = rollout, tuple(stop_ids), vocab
         self._gather = GATHERING[0]
 
@@ -287,18 +281,6 @@ class DrivenEpisodes:
             if (0 if off else value) != own.get(name, 0) and (name in own or value):
                 return f"{name}: the run draws with {own.get(name, 'none')}, got {value!r:.60}; leave it out"
         return ""
-
-    def sync(self, params: Params, version: int) -> None:
-        """Draw with these parameters from now on."""
-        self._source.sync(params, version)
-
-    def spent(self) -> Spent:
-        """Return the counts of the draws since the last call."""
-        return self._source.spent()
-
-    def close(self) -> None:
-        """Close the source of turns; the link stays."""
-        self._source.close()
 
 
 def _shortened(turn: Turn, length: int) -> Turn:

@@ -18,7 +18,7 @@ from oarjax.config.learning import EnvironmentConfig
 from oarjax.data.streams import Encoded
 from oarjax.data.tokenizer import text_of
 from oarjax.environments.pool import Episode, Step
-from oarjax.rollout.source import Batch, Continuing, Report, Request, RowId, Source, Spent, Turn
+from oarjax.rollout.source import Batch, Continuing, Report, Request, RowId, Source, Spent, Turn, continuing
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.processes import gather, is_first
 from oarjax.types import Params
@@ -40,7 +40,32 @@ class _Row(NamedTuple):
     episode: Episode  # so far
 
 
-class EpisodeSource:
+class EpisodesFromTurns:
+    """Episodes that are made of a source's turns: what they share, whoever plays them.
+
+    Args:
+        source: draws turns; parameters go to it, and ``close`` closes it, not who plays.
+    """
+
+    together = True
+
+    def __init__(self, source: Continuing) -> None:
+        self._source = source
+
+    def sync(self, params: Params, version: int) -> None:
+        """Draw with these parameters from now on."""
+        self._source.sync(params, version)
+
+    def spent(self) -> Spent:
+        """Return the counts of the draws since the last call."""
+        return self._source.spent()
+
+    def close(self) -> None:
+        """Close the source of turns."""
+        self._source.close()
+
+
+class EpisodeSource(EpisodesFromTurns):
     """Draw episodes from a source of turns.
 
     Args:
@@ -52,8 +77,6 @@ class EpisodeSource:
         most: turns of an episode, >= 1.
     """
 
-    together = True
-
     def __init__(
         self,
         source: Continuing,
@@ -64,7 +87,8 @@ class EpisodeSource:
         *,
         most: int,
     ) -> None:
-        self._source, self._environments, self._text, self._reply = source, environments, text, reply
+        super().__init__(source)
+        self._environments, self._text, self._reply = environments, text, reply
         self._columns_of, self._most = columns_of, most
 
     def draw(
@@ -131,18 +155,6 @@ class EpisodeSource:
         steps = gather([list(step) for step in ask(episodes)] if is_first() else None)[0]
         return [(episode, Step(*step)) for episode, step in zip(episodes, steps, strict=True)]
 
-    def sync(self, params: Params, version: int) -> None:
-        """Draw with these parameters from now on."""
-        self._source.sync(params, version)
-
-    def spent(self) -> Spent:
-        """Return the counts of the draws since the last call."""
-        return self._source.spent()
-
-    def close(self) -> None:
-        """Close the source of turns; environments stay."""
-        self._source.close()
-
 
 def _written(step: Step) -> str | None:
     """Return the state of an environment at its end as JSON."""
@@ -178,8 +190,6 @@ def play(
         table: the bytes of every token id.
         stop: strings that end a turn.
     """
-    if not isinstance(source, Continuing):
-        raise TypeError(f"{type(source).__name__} draws single turns only")
     by_index = problems.by_index
 
     def text(ids: Sequence[int]) -> str:
@@ -188,4 +198,4 @@ def play(
     def columns(problem: int) -> dict[str, object]:
         return by_index[problem].columns
 
-    return EpisodeSource(source, environments, text, reply, columns, most=environment.turns)
+    return EpisodeSource(continuing(source), environments, text, reply, columns, most=environment.turns)

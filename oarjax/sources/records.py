@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from oarjax.rollout.source import Batch, Continuing, EndedRows, Report, Request, RowId, Source, Spent, Turn
+from oarjax.rollout.source import Batch, EndedRows, Report, Request, RowId, Source, Spent, Turn, continuing
 from oarjax.storage.durable import (
     DamagedError,
     Failures,
@@ -238,9 +238,7 @@ class RecordedSource:
 
     def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:
         """Draw further turns. They are not recorded: the run's own sampler draws them again bit for bit."""
-        if not isinstance(self._source, Continuing):
-            raise TypeError(f"{type(self._source).__name__} draws single turns only")
-        turns = self._source.go_on(batch, requests)
+        turns = continuing(self._source).go_on(batch, requests)
         self._spent = self._spent.plus(self._source.spent())
         return turns
 
