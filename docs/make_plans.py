@@ -19,7 +19,6 @@ import json
 import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def seconds_by_operation(found: Mapping[str, Any], *, shown: int = 8) -> dict[st
     phase = next(p for p in found["phases"] if p["name"] in ("fused", "update"))
     (program,) = phase["programs"]
     text = gzip.decompress((Path(CACHE).expanduser() / f"{program['key']}.hlo.gz").read_bytes()).decode()
-    most = Counter(count(text, LargestShapes(**found["shapes"]), cfg.credit, model).operations).most_common()
+    most = count(text, LargestShapes(**found["shapes"]), cfg.credit, model).operations.most_common()
     products = phase["executed"] - phase["kernels"]
     return {
         "model FLOPs at the peak": phase["model"] / found["chips"] / chip.flops,

@@ -23,9 +23,8 @@ from oarjax.data.hf import write_random_checkpoint
 from oarjax.models.decoder import Decoder
 from oarjax.models.weights import decoder_of
 from oarjax.run.shapes import ProgramShapes
-from oarjax.step.steps import Steps
 from oarjax.tools.bench.measure import spread
-from oarjax.tools.bench.work import Ours, WorkloadSizes, draw_tokens
+from oarjax.tools.bench.work import Ours, Watch, WorkloadSizes, draw_tokens, watched
 
 BASE = WorkloadSizes(prompt_tokens=64, new_tokens=64, reasoning=56, cue=4, answer=4, groups=4, group_size=4)
 AXES = ("rows", "prompt", "completion", "group", "width")
@@ -49,27 +48,21 @@ def doubled(axis: str, fields: dict[str, Any], shapes: WorkloadSizes) -> tuple[d
     return fields | more, replace(s, **twice.get(axis, {}))
 
 
-def clocked(totals: dict[str, float]) -> Callable[[Steps], Steps]:
+def clocked(totals: dict[str, float]) -> Watch:
     """Wrap programs so that each call is waited for and adds its seconds to ``totals``."""
     clock = time.process_time if jax.devices()[0].platform == "cpu" else time.perf_counter
-    names = [name for programs in PHASES.values() for name in programs]
 
-    def watched(steps: Steps) -> Steps:
-        def watch(name: str) -> Callable[..., Any]:
-            program = getattr(steps, name)
+    def around(name: str, program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **static: Any) -> Any:
+            jax.block_until_ready(args)
+            began = clock()
+            result = jax.block_until_ready(program(*args, **static))
+            totals[name] = totals.get(name, 0.0) + clock() - began
+            return result
 
-            def run(*args: Any, **static: Any) -> Any:
-                jax.block_until_ready(args)
-                began = clock()
-                result = jax.block_until_ready(program(*args, **static))
-                totals[name] = totals.get(name, 0.0) + clock() - began
-                return result
+        return run
 
-            return run
-
-        return steps._replace(**{name: watch(name) for name in names})
-
-    return watched
+    return watched([name for programs in PHASES.values() for name in programs], around)
 
 
 def arithmetic(d: Decoder, shapes: WorkloadSizes, prompt_rows: int) -> dict[str, float]:

@@ -10,9 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from oarjax.data.tasks.arithmetic import builtin_config
-from oarjax.step.steps import Steps
 from oarjax.tools.bench.measure import Compilations, Peak, measure, share_text, spread
-from oarjax.tools.bench.work import Ours, WorkloadSizes, draw_tokens, half_constant, half_right
+from oarjax.tools.bench.work import Ours, Watch, WorkloadSizes, draw_tokens, half_constant, half_right, watched
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 
 GRPO = "GRPO"
@@ -57,23 +56,19 @@ def step_settings(common: dict[str, Any]) -> dict[str, StepSetting]:
     }
 
 
-def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
+def counted(totals: dict[str, float]) -> Watch:
     """Wrap programs so that each call adds its executed FLOPs to ``totals``."""
 
-    def watched(steps: Steps) -> Steps:
-        def watch(name: str) -> Callable[..., Any]:
-            program = steps._asdict()[name]
-            traced = getattr(program, "whole", program)  # a rollout is a loop on the host over several programs
+    def around(name: str, program: Callable[..., Any]) -> Callable[..., Any]:
+        traced = getattr(program, "whole", program)  # a rollout is a loop on the host over several programs
 
-            def run(*args: Any, **static: Any) -> Any:
-                totals[name] = totals.get(name, 0.0) + executed_flops(lambda *a: traced(*a, **static), *args)
-                return program(*args, **static)
+        def run(*args: Any, **static: Any) -> Any:
+            totals[name] = totals.get(name, 0.0) + executed_flops(lambda *a: traced(*a, **static), *args)
+            return program(*args, **static)
 
-            return run
+        return run
 
-        return steps._replace(**{name: watch(name) for name in PROGRAMS if steps._asdict()[name] is not None})
-
-    return watched
+    return watched(PROGRAMS, around)
 
 
 def step_flops(ours: Ours, credit: dict[str, Any], setting: StepSetting, *, skip: bool) -> dict[str, float]:

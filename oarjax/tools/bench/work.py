@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +167,16 @@ Rewards = Callable[[int, int], Grades]
 """(rows, group size) -> grades."""
 Watch = Callable[[Steps], Steps]
 """(programs) -> programs that do the same and are observed."""
+
+
+def watched(names: Iterable[str], around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Watch:
+    """Replace each program of these names, where there is one, by ``around`` of its name and itself."""
+
+    def replaced(steps: Steps) -> Steps:
+        programs = steps._asdict()
+        return steps._replace(**{name: around(name, programs[name]) for name in names if programs[name] is not None})
+
+    return replaced
 
 
 def host_of(
