@@ -19,6 +19,8 @@ from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.source import SamplerSource
 from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.step.programs import Shardings, make_optimizer, make_steps
 from oarjax.step.steps import Steps
@@ -182,3 +184,20 @@ def host(reward=even_tokens, batches=None) -> HostCallbacks:
         place=lambda tree, layout: jax.tree.map(jnp.asarray, tree),
         phase=lambda name: nullcontext(),
     )
+
+
+def sampler(steps: Steps, params: Params) -> SamplerSource:
+    """Return a source of the sampler's turns, with parameters of version 3."""
+    source = SamplerSource(
+        steps.sample, steps.decoding, steps.rollout_params, lambda prompts: prompts, jax.device_get, steps.sample_on
+    )
+    source.sync(params, 3)
+    return source
+
+
+def logps_of(policy: Policy, params: Params, rollout: Rollout, *, temperature: float) -> np.ndarray:
+    """Return the log-probs of whole rows, 0 for what the policy did not write."""
+    made = rollout.completion
+    how = {"completion_length": made.shape[1], "temperature": temperature, "head_chunk": 64}
+    whole, _ = token_logps(policy, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid), **how)
+    return np.where(made, whole, 0)

@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -21,8 +20,7 @@ from oarjax.config.learning import EnvironmentConfig
 from oarjax.environments import player as player_module
 from oarjax.environments.player import Ended, Player, PlayerError, environment_settings
 from oarjax.errors import ConfigError
-from oarjax.rollout.logps import token_logps
-from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
+from oarjax.rollout.source import Batch, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards, written_turns
 from oarjax.sources.driven import DrivenEpisodes, DriverLink
 from oarjax.sources.engine import ENDPOINT
@@ -86,10 +84,7 @@ def made():
 def draw(made, plays, **how):
     """Draw a batch of episodes: (rollout, driver)."""
     cfg, _, steps, state = made
-    sampler = SamplerSource(
-        steps.sample, steps.decoding, steps.rollout_params, lambda prompts: prompts, jax.device_get, steps.sample_on
-    )
-    sampler.sync(state.params, 3)
+    sampler = tiny.sampler(steps, state.params)
     batch = Batch(tiny.prompts(seed=0), jax.random.key(1), 1, 0, cfg.rollout.group_size, LONG)
     problems = np.repeat(np.asarray(batch.prompts.problem), cfg.rollout.group_size).tolist()
     prompts = dict(zip(problems, (request.tokens.tolist() for request in batch.requests)))
@@ -116,18 +111,8 @@ def test_rows_hold_what_was_drawn_and_arrival_changes_no_token(made):
     assert twice > len(rollout.ended) / 2
     assert [sum(gains) for gains in turn_rewards(rollout)] == [float(s["rewards"]["r"]) for s in last_states(rollout)]
     _, policy, _, state = made
-    whole = token_logps(
-        policy,
-        state.params,
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.valid),
-        completion_length=LONG,
-        temperature=1.0,
-        head_chunk=64,
-    )[0]
-    np.testing.assert_allclose(
-        np.where(rollout.completion, whole, 0), np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5
-    )
+    whole = tiny.logps_of(policy, state.params, rollout, temperature=1.0)
+    np.testing.assert_allclose(whole, np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5)
 
     def late(ask, task):
         time.sleep(0.2 * (task["problem"] % 2))

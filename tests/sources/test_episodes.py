@@ -12,7 +12,7 @@ from oarjax.data.problems import Problem
 from oarjax.environments.pool import Step
 from oarjax.errors import ConfigError
 from oarjax.rollout.logps import token_logps
-from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
+from oarjax.rollout.source import Batch, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards, written_turns
 from oarjax.run.hints import HintReader, played_turns
 from oarjax.sources.episodes import EpisodeSource
@@ -60,10 +60,7 @@ def made():
 
 def source_of(made, environments, most=4):
     _, _, steps, state = made
-    sampler = SamplerSource(
-        steps.sample, steps.decoding, steps.rollout_params, lambda prompts: prompts, jax.device_get, steps.sample_on
-    )
-    sampler.sync(state.params, 3)
+    sampler = tiny.sampler(steps, state.params)
     return EpisodeSource(sampler, environments, text, reply, lambda problem: {"problem": problem}, most=most)
 
 
@@ -90,18 +87,8 @@ def test_observations_are_holes_in_rows_whose_log_probs_are_those_of_the_whole_r
         assert rollout.completion[b, :end].tolist() == [True] * len(first) + [False] * 3 + [True] * len(second)
         assert rollout.extent[b].sum() == end
         assert turn_rewards(rollout)[b] == ([1.0, 2.0] if rollout.ended[b] else [1.0, 0.0])
-    whole = token_logps(
-        policy,
-        state.params,
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.valid),
-        completion_length=LONG,
-        temperature=made[0].rollout.temperature,
-        head_chunk=64,
-    )[0]
-    np.testing.assert_allclose(
-        np.where(rollout.completion, whole, 0), np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5
-    )
+    whole = tiny.logps_of(policy, state.params, rollout, temperature=made[0].rollout.temperature)
+    np.testing.assert_allclose(whole, np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5)
     again = episodes(made, Scripted(two_turns))
     jax.tree.map(np.testing.assert_array_equal, rollout, again)
 

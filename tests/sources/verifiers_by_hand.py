@@ -1,6 +1,6 @@
 """A real environment of verifiers, two turns of each of 8 episodes, by a tiny policy with Qwen's tokenizer.
 
-    OARJAX_VERIFIERS=PYTHON pytest -m slow tests/sources/test_verifiers.py
+    OARJAX_VERIFIERS=PYTHON pytest -m slow tests/sources/verifiers_by_hand.py
 
 PYTHON has verifiers 0.4 and uv; the first time uv fetches the packages of its chat program.
 """
@@ -13,24 +13,22 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from oarjax.config.loading import parse_config
 from oarjax.environments import player
-from oarjax.rollout.logps import token_logps
 from oarjax.rollout.source import Batch, requested, rollout_of
 from oarjax.run.grades import last_states, turn_rewards
 from oarjax.run.run import open_run
 from oarjax.training.held_out import turns_of_problems
 
-PYTHON = os.environ.get("OARJAX_VERIFIERS", "")
+PYTHON = os.environ["OARJAX_VERIFIERS"]
 LONG = 48
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="OARJAX_VERIFIERS names no Python with verifiers")
 def test_eight_episodes_of_verifiers_are_rows_of_two_turns(shared, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)  # the taskset's
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")  # uv's
@@ -75,15 +73,7 @@ def test_eight_episodes_of_verifiers_are_rows_of_two_turns(shared, tmp_path, mon
         assert "<|im_start|>user\nThat had " in said
         assert said.endswith("characters. Again.<|im_end|>\n<|im_start|>assistant\n")
         assert turn_rewards(rollout)[b][1] == pytest.approx(last_states(rollout)[b]["rewards"]["closeness"])
-    whole = token_logps(
-        run.policy,
-        params,
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.valid),
-        completion_length=LONG,
-        temperature=1.0,
-        head_chunk=64,
-    )[0]
-    gap = np.where(rollout.completion, whole - rollout.behaviour_logps, 0)
+    whole = tiny.logps_of(run.policy, params, rollout, temperature=1.0)
+    gap = whole - np.where(rollout.completion, rollout.behaviour_logps, 0)
     assert np.abs(gap).max() < 1e-4
     print(f"log-probs differ by {np.abs(gap).max():.2g} at most")
