@@ -146,6 +146,7 @@ def sample(
     record: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Also write ids and log-probs, for rollout.from.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Print completions of a policy."""
     check_target(policy)
@@ -153,7 +154,7 @@ def sample(
 
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     filters["temperature"] = temperature
-    run(policy, prompts, template.value, count, max_new, family, filters, stop or [], seed, record)
+    run(policy, prompts, template.value, count, max_new, family, filters, stop or [], seed, record, trust_code)
 
 
 @app.command(epilog="Example: oarjax status runs/demo")

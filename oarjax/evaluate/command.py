@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from oarjax.config.learning import GradingConfig
+from oarjax.config.learning import EnvironmentConfig, GradingConfig
 from oarjax.config.section import flatten
 from oarjax.data.streams import Encoded
 from oarjax.errors import ConfigError
@@ -31,7 +31,7 @@ from oarjax.run.run import Run, open_run
 from oarjax.storage.durable import cannot_read, exists, storage_errors, write_durably
 from oarjax.storage.folder import locked
 from oarjax.storage.stop import Stop
-from oarjax.storage.trust import check_trust, code_places
+from oarjax.storage.trust import check_trust, code_places, environment_code
 from oarjax.system.json import number, to_json
 from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
@@ -46,6 +46,7 @@ SETTINGS = (
     "data.prompt_format",
     "data.max_prompt",
     "rollout.max_new",
+    "rollout.environment",
     "grading.rewards",
     "grading.plugins",
     "grading.deadline",
@@ -102,9 +103,11 @@ def run(
         (a.name, *config_tree(found, a.benchmark, prompt, k, temperature, preset, overrides, folder)) for a in asked
     ]
     configs = [config_of(tree) for _, _, tree in trees]
-    if found.folder is not None and not any(o.startswith("grading.plugins=") for o in overrides):
+    if found.folder is not None:
+        own = any(o.startswith("grading.plugins=") for o in overrides)
         for cfg in configs:
-            check_trust(code_places(cfg), found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
+            places = [place for place in code_places(cfg) if not (own and place.startswith("grading.plugins="))]
+            check_trust(places, found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [with_batch(cfg, batch_of(configs[0])) for cfg in configs]
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
@@ -175,7 +178,10 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
         run.console.print(f"{visible(part.name)}: {skip} of {total} problems are known already", markup=False)
     if skip == total:
         return records
-    with run.grader() as grader, Progress(total, label=part.name, console=run.console) as progress:
+    with ExitStack() as stack:
+        stack.callback(lambda: run.environments and run.environments.close())
+        grader = stack.enter_context(run.grader())
+        progress = stack.enter_context(Progress(total, label=part.name, console=run.console))
         for batch in graded_batches(run, grader, params, part.encoded, skip=skip):
             drawn = sample_records(part, batch)
             if samples is not None:
@@ -257,11 +263,15 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
                 "prompt": part.prompt,
                 "settings": _settings(part.run.cfg.model_dump(mode="json")),
                 "number": number,
-                "plugins": setup_of({}, part.run.cfg.grading.plugins),
+                "plugins": setup_of({}, _code(part.run.cfg.grading, part.run.cfg.rollout.environment)),
             }
             for number, part in enumerate(parts)
         },
     }
+
+
+def _code(grading: GradingConfig, environment: EnvironmentConfig | None) -> list[str]:
+    return [*grading.plugins, *filter(None, [environment_code(environment)])]
 
 
 def _settings(tree: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ ACCEPTED = (
     "data.max_prompt",
     "rollout.max_new",
     "rollout.prompt_bucket",
+    "rollout.environment",
     "grading.",
     "credit.answer.style",
     "credit.answer.pattern",

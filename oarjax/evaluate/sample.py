@@ -30,6 +30,7 @@ from oarjax.sources.episodes import EpisodeSource
 from oarjax.sources.records import line_of
 from oarjax.step.sampling import row_keys
 from oarjax.storage.durable import Lines, storage_errors
+from oarjax.storage.trust import check_trust, code_places
 from oarjax.system.devices import choose_platform, use_compilation_cache
 
 
@@ -44,10 +45,14 @@ def run(
     stop: list[str],
     seed: int,
     record: Path | None = None,
+    trust_code: bool = False,
 ) -> None:
     """Sample, print and record; ``asked`` holds sampling settings that override the family's, or else the defaults.
 
     Of a run with an environment, episodes; an environment's ``reset`` gets the prompt as the column that holds it.
+
+    Raises:
+        UntrustedCode: the run's environment is not known to be the user's own, and ``trust_code`` was not given.
     """
     how = drawing(family, **asked)
     if template not in ("auto", "chat", "plain"):
@@ -63,6 +68,9 @@ def run(
         raise ConfigError("oarjax sample: verifiers plays tasks, no prompts; see the run's report, or give --template")
     if record is not None and environment is not None:
         raise ConfigError("--record: records are of single turns, and the run plays episodes; leave it out")
+    if environment is not None and cfg is not None and target.folder is not None:
+        places = [place for place in code_places(cfg) if place.startswith("rollout.environment.")]
+        check_trust(places, target.folder, source=str(target.folder / "config.yaml"), trusted=trust_code)
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
     model, folder = read_config(target.policy, revision=target.revision)

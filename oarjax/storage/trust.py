@@ -32,6 +32,8 @@ class UntrustedCode(UserError, RuntimeError):
 def code_places(cfg: Config) -> list[str]:
     """Return the Python code that a config names, as "field=file.py:name", without importing it."""
     places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
+    environment = cfg.rollout.environment
+    python = environment.settings.get("python") if environment and environment.taskset else None
     named = {
         "credit.function": cfg.credit.function,
         "credit.marks": cfg.credit.marks,
@@ -40,7 +42,8 @@ def code_places(cfg: Config) -> list[str]:
         "loss.function": cfg.loss.function,
         "optim.function": cfg.optim.function,
         "sft.optim.function": cfg.sft and cfg.sft.optim.function,
-        "rollout.environment.name": environment_code(cfg.rollout.environment),
+        "rollout.environment.name": environment_code(environment),
+        "rollout.environment.settings.python": python,
     }
     return places + [f"{field}={code}" for field, code in named.items() if code is not None]
 

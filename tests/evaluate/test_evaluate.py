@@ -22,6 +22,7 @@ from rich.console import Console
 import oarjax.evaluate.command
 from oarjax.cli import main
 from oarjax.config.inputs import DatasetConfig
+from oarjax.config.learning import EnvironmentConfig
 from oarjax.config.loading import load_config, parse_config
 from oarjax.credit.answer_text import extract_answer
 from oarjax.data.problems import load_problems
@@ -39,6 +40,7 @@ from oarjax.evaluate.benchmarks import (
     find_fields,
     read_names,
 )
+from oarjax.evaluate.fields import config_of, config_tree, own_problems
 from oarjax.evaluate.results import benchmark_result, compare, print_results, read_result
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import Target, find_target
@@ -385,6 +387,19 @@ def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):
     code, error = oarjax_json(*arguments, "--prompt", "poem")
     assert code == 2
     assert "--prompt: expected auto, chat, qwen-math" in error
+
+
+def test_a_run_of_episodes_is_asked_in_its_environment(policy, tmp_path):
+    """Its fields but for those of the command line, which are part of what makes two evaluations the same."""
+    played = {"name": "builtin:guess", "settings": {"budget": 3}, "turns": 4}
+    cfg = load_config(ROOT / "configs" / "guess.yaml")
+    cfg = parse_config(cfg.model_dump() | {"rollout": cfg.rollout.model_dump() | {"environment": played}})
+    target = Target(str(policy), cfg)
+    asked = (own_problems(target, "run").benchmark, "auto", None, None, {}, ["rollout.environment.turns=2"], tmp_path)
+    _, tree = config_tree(target, *asked)
+    assert config_of(tree).rollout.environment == EnvironmentConfig(**played | {"turns": 2})
+    settings = oarjax.evaluate.command._settings(config_of(tree).model_dump(mode="json"))
+    assert settings["rollout.environment"]["settings"] == {"budget": 3}
 
 
 def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):

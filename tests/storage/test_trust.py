@@ -7,6 +7,7 @@ import pytest
 import tiny
 from conftest import ROOT
 
+from oarjax.evaluate import sample
 from oarjax.report.fields import field_rows
 from oarjax.storage.folder import claim
 from oarjax.storage.trust import UntrustedCode, check_trust, code_digests, code_places, note_trusted, state_folder
@@ -59,9 +60,10 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
 
 
 def test_every_field_that_names_code_is_asked_about(tmp_path):
-    place, named = f"{code(tmp_path)}:loss", sorted(row.path for row in field_rows() if "file.py:name" in row.about)
+    place, named = f"{code(tmp_path)}:loss", sorted(row.path for row in field_rows() if "file.py:" in row.about)
     credit = ["credit.function", "credit.marks", "credit.probe.function"]
-    assert named == ["advantage.function", *credit, "loss.function", "optim.function", "sft.optim.function"]
+    plain = ["loss.function", "optim.function", "rollout.environment.name", "sft.optim.function"]
+    assert named == ["advantage.function", *credit, *plain]
     warm = {"sft__data": {"source": "builtin:arithmetic"}, "sft__batch": 2, "sft__microbatch": 2, "sft__steps": 1}
     settings = {name.replace(".", "__"): place for name in named} | warm
     cfg = tiny.config(**settings, credit__method="custom", grading__plugins=[str(tmp_path / "rewards.py")])
@@ -69,6 +71,19 @@ def test_every_field_that_names_code_is_asked_about(tmp_path):
     page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
     assert all(f"{name}={place}" in asked and f"`{name}`" in page for name in named)
     assert "grading.plugins=" in asked
+    taskset = {"name": "verifiers:words", "settings": {"python": "theirs/python"}}
+    asked = refused(tiny.config(rollout__environment=taskset), tmp_path)
+    assert "rollout.environment.name=words" in asked
+    assert "rollout.environment.settings.python=theirs/python" in asked
+
+
+def test_episodes_of_a_run_are_sampled_only_if_its_class_is_trusted(tmp_path):
+    cfg = tiny.config(rollout__environment={"name": f"{code(tmp_path)}:Shop"})
+    run = claim(tmp_path / "run", cfg)
+    (run / "export").mkdir()
+    (run / "export" / "config.json").touch()
+    with pytest.raises(UntrustedCode, match=r"rollout\.environment\.name="):
+        sample.run(str(run), ["x"], "auto", 1, 4, None, {}, [], 0)
 
 
 @pytest.mark.parametrize("known", ["../../escape", "", 5, "f" * 33])
