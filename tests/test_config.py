@@ -209,6 +209,10 @@ def test_field_of_an_optional_section_is_found():
         ({"loss__dual_clip": 3.0}, "loss.dual_clip: has no effect with one epoch and one minibatch"),
         ({"update__minibatches": 5}, "update.minibatches: 5 does not divide rollout.prompts = 32"),
         (
+            {"rollout__environment": {"name": "verifiers:words"}, "eval__samples": 9},
+            r"expected at most 1,024 episodes of verifiers:words at once, got eval.batch x eval.samples = 1,152; lower",
+        ),
+        (
             {"update__minibatches": 4, "update__microbatch": 48},
             "update.microbatch: 48 does not divide the 64 rows of a minibatch",
         ),

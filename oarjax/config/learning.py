@@ -36,6 +36,8 @@ class EngineConfig(Section):
 
 VERIFIERS = "verifiers:"
 """Begins the name of an environment that is a taskset of verifiers, and no class."""
+MOST_DRIVEN = 1024
+"""Episodes of a taskset that are played at once: each may have a connection to the token server."""
 
 
 class EnvironmentConfig(Section):

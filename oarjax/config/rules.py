@@ -21,6 +21,7 @@ from oarjax.config.inputs import (
     PolicyConfig,
 )
 from oarjax.config.learning import (
+    MOST_DRIVEN,
     RECORDED,
     AdvantageConfig,
     GradingConfig,
@@ -149,6 +150,20 @@ def check_batches(rollout: RolloutConfig, update: UpdateConfig, sft: SFTConfig |
         )
     if sft is not None and sft.batch % sft.microbatch:
         yield f"sft.microbatch: {sft.microbatch} does not divide sft.batch = {sft.batch}"
+
+
+def check_episodes(rollout: RolloutConfig, evaluation: EvalConfig) -> Iterator[str]:
+    """Report more episodes of a taskset at once than its token server has connections."""
+    sizes = {
+        "eval.batch x eval.samples": evaluation.batch * evaluation.samples,
+        "rollout.prompts x rollout.group_size": rollout.prompts * rollout.group_size,
+    }
+    most = max(sizes, key=sizes.__getitem__)
+    if rollout.environment is not None and rollout.environment.taskset is not None and sizes[most] > MOST_DRIVEN:
+        yield (
+            f"rollout.environment: expected at most {MOST_DRIVEN:,} episodes of {rollout.environment.name} at once, "
+            f"got {most} = {sizes[most]:,}; lower one of them"
+        )
 
 
 def check_environment(

@@ -105,6 +105,7 @@ class Config(Section):
             *rules.check_devices(self.mesh, self.distributed),
             *rules.check_prompts(self.data),
             *rules.check_batches(self.rollout, self.update, self.sft),
+            *rules.check_episodes(self.rollout, self.eval),
             *rules.check_environment(self.rollout, self.data, self.grading, self.credit, self.advantage),
             *rules.check_advantages(
                 self.advantage, self.rollout.group_size, self.update, pools=self.data.difficulty is not None

@@ -67,7 +67,7 @@ def config_tree(
         "data": {"max_prompt": 1024, "eval": dict(benchmark.data)},
         "rollout": {"max_new": benchmark.max_new},
         "credit": {"method": "uniform"},
-        "eval": {"samples": 1},
+        "eval": {"samples": 1, "batch": 1},  # chosen later, unless it is given
         "report": {"html": False},
     }
     for path, value in (PROMPTS.get(name, {}) | benchmark.settings).items():
@@ -144,4 +144,5 @@ def with_batch(cfg: Config, batch: int) -> Config:
     """Set the batch of an evaluation, and with it the training sizes that must divide."""
     tree = cfg.model_dump(mode="json")
     tree["eval"]["batch"] = tree["rollout"]["prompts"] = tree["update"]["microbatch"] = batch
+    tree["rollout"]["group_size"], tree["advantage"] = tree["eval"]["samples"], {"method": "batch", "scale": "none"}
     return parse_config(tree, source="oarjax evaluate")

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
+from oarjax.config.learning import MOST_DRIVEN
 from oarjax.sources.engine import ENDPOINT
 
 MOST_BODY = 2**24
 """Bytes of a request."""
-MOST_OPEN = 1024
-"""Connections at once."""
+WAITING = 1.0
+"""Seconds that a connection waits for one of ``MOST_DRIVEN`` to end."""
 READING = 30.0
 """Seconds in which a request must have arrived."""
 LOOKING = 0.5
@@ -128,10 +129,10 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._room = threading.BoundedSemaphore(MOST_OPEN)
+        self._room = threading.BoundedSemaphore(MOST_DRIVEN)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        if self._room.acquire(timeout=WAITING):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)

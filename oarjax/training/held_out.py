@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -104,14 +105,16 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
     Args:
         skip: number of problems to skip, the first in ``data.streams.eval_order``.
     """
-    cfg = run.cfg
+    cfg, environment = run.cfg, run.cfg.rollout.environment
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
     waiting, sampling = None, run.steps.rollout_params(params)
     settings = {"batch": cfg.eval.batch, "bucket": run.prompt_step, "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
-        if run.cfg.rollout.environment is None:
+        if environment is None:
             rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
         else:
+            if environment.taskset is not None:  # tasks may be slow: none is played to fill a batch
+                prompts = jax.tree.map(itemgetter(slice(real)), prompts)
             batch = Batch(prompts, key, 0, 0, cfg.eval.samples, cfg.rollout.max_new)
             turns = turns_of_problems(run.steps, sampling, partial(run.place, layout="prompts"), run.fetch)
             drawn = run.episodes(turns, encoded).draw(batch)

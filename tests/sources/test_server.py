@@ -128,6 +128,16 @@ def test_a_client_that_breaks_off_or_goes_harms_nobody(monkeypatch):
         )
 
 
+def test_a_connection_too_many_waits_for_another_to_end(monkeypatch):
+    monkeypatch.setattr(module, "MOST_DRIVEN", 1)
+    asked = queue.Queue()
+    with closing(TokenServer(asked.put)) as server:
+        link = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
+        threading.Timer(0.05, link.close).start()
+        threading.Thread(target=lambda: asked.get(timeout=10).refuse(400, "its turn"), daemon=True).start()
+        assert send(server, RIGHT)[1]["error"]["message"] == "its turn"
+
+
 def test_a_client_beyond_a_thousand_descriptors_is_waited_for(monkeypatch):
     monkeypatch.setattr(module, "LOOKING", 0.01)
     asked = module.asked_of(RIGHT)
