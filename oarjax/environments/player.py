@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,8 @@ from oarjax.errors import ConfigError, UserError
 
 STARTING = 300.0
 """Seconds in which the process must be ready."""
+CLOSING = 10.0
+"""Seconds in which it must end once its input has."""
 
 
 class PlayerError(UserError, RuntimeError):
@@ -107,6 +111,8 @@ class Player:
                 "Python of an environment with verifiers in it"
             ) from None
         self._process, ready, news = process, threading.Event(), []
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
 
         def read() -> None:
             assert process.stdout is not None
@@ -125,7 +131,7 @@ class Player:
             ended(None)
 
         threading.Thread(target=read, name="verifiers", daemon=True).start()
-        self._send({**self._setup, "url": url})
+        self._send({**self._setup, "url": url}, STARTING)
         if not ready.wait(STARTING) or not news or "refused" in news[0]:
             why = news[0]["refused"] if news else "it ended, or was not ready in time; see above"
             self.close()
@@ -135,21 +141,36 @@ class Player:
             )
 
     def play(self, name: str, task: Mapping[str, Any]) -> None:
-        """Begin an episode; its requests have its name as their model."""
-        self._send({"play": name, "task": dict(task)})
+        """Begin an episode; its requests have its name as their model.
+
+        Raises:
+            PlayerError: the process does not read its input.
+        """
+        self._send({"play": name, "task": dict(task)}, self.deadline)
 
     def cancel(self, name: str) -> None:
-        """End an episode, if it still goes on."""
-        self._send({"cancel": name})
+        """End an episode, if it still goes on; see ``play``."""
+        self._send({"cancel": name}, self.deadline)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], seconds: float) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message, default=str) + "\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError):  # it has ended, which the reading thread tells
-            return
+        pipe, until = self._process.stdin.fileno(), time.monotonic() + seconds
+        left = memoryview(json.dumps(message, default=str).encode() + b"\n")
+        look = select.poll()
+        look.register(pipe, select.POLLOUT)
+        while left:
+            if not look.poll(1000 * max(until - time.monotonic(), 0)):
+                raise PlayerError(
+                    f"rollout.environment: the process that plays {self._name} reads no input for {seconds:g} seconds; "
+                    "raise rollout.environment.deadline if it was only busy, and start the same command again"
+                )
+            try:
+                left = left[os.write(pipe, left) :]
+            except BlockingIOError:
+                continue
+            except OSError:  # it has ended, which the reading thread tells
+                return
 
     def close(self) -> None:
         """End the process: its input ends, and what does not follow is killed."""
@@ -160,7 +181,7 @@ class Player:
         with suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=CLOSING)
         except subprocess.TimeoutExpired:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)

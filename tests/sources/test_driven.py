@@ -175,7 +175,7 @@ def test_a_driver_that_plays_nothing_stops_the_run(made):
 
 
 PROCESS = """#!{python}
-import json, os, sys
+import json, os, sys, time
 setup = json.loads(sys.stdin.readline())
 print("a line of a program", 3, sep="\\n", flush=True)
 print(json.dumps({ready}), flush=True)
@@ -183,6 +183,8 @@ for line in sys.stdin:
     asked = json.loads(line)
     if asked["task"].get("dies"):
         sys.exit(3)
+    if asked["task"].get("sleeps"):
+        time.sleep(60)
     state = {{"turns": setup["environment"]["agent"]["max_turns"], "direct": os.environ["NO_PROXY"]}}
     end = {{"reward": 2.0, "failed": "", "state": {{**state, "apart": os.getpgid(0) == os.getpid()}}}}
     print(json.dumps({{"ended": asked["play"], **end}}), flush=True)
@@ -213,6 +215,20 @@ def test_a_process_plays_and_its_end_is_told(player, monkeypatch):
         made.play("b", {"dies": True})
         assert news.get(timeout=30) is None
         made.play("c", {})  # in vain, and no error: its end was told
+
+
+def test_a_process_that_reads_no_input_stops_the_run(player, monkeypatch):
+    """Its pipe holds 64 KiB; what it does read arrives whole."""
+    monkeypatch.setattr(player_module, "CLOSING", 0.1)
+    news, made = queue.Queue(), player({"ready": True})
+    with closing(made):
+        made.start("http://127.0.0.1:1", "token", news.put)
+        made.play("long", {"prompt": "x" * 10**6})
+        assert news.get(timeout=30).name == "long"
+        made.play("last", {"sleeps": True})
+        made.deadline = 0.2
+        with pytest.raises(PlayerError, match=r"verifiers:words reads no input for 0\.2 seconds; raise rollout"):
+            made.play("long", {"prompt": "x" * 2**17})
 
 
 @pytest.mark.parametrize(
