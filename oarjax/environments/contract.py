@@ -297,7 +297,8 @@ def _wrong_argument(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         hints = {}
     for name, value in arguments.items():
         if name in hints and not fits(value, hints[name]):
-            return f"argument {name} must be {getattr(hints[name], '__name__', hints[name])}"
+            wanted, plain = hints[name], isinstance(hints[name], type) and not get_args(hints[name])
+            return f"argument {name} must be {wanted.__name__ if plain else str(wanted).removeprefix('typing.')}"
     return ""
 
 

@@ -56,6 +56,8 @@ def test_mistakes_of_the_policy_are_observations():
     environment = load("Tooled")
     instance = begin(environment, {}, 0)
     assert said(environment, instance, call("take", amount=3, share=1, tags=["a"])) == "3 1 ['a']"
+    assert said(environment, instance, call("take", amount=3, tags=None, where={"a": 1})) == "3 1.0 None all {'a': 1}"
+    assert "take: argument where must be " in said(environment, instance, call("take", amount=3, where="a"))
     assert (
         said(environment, instance, '<tool_call>{"name": "fail", "arguments": ') == '{"error": "the call is not JSON"}'
     )
@@ -71,6 +73,7 @@ def test_mistakes_of_the_policy_are_observations():
         '{"name": "take", "arguments": {"amount": "1"}}': "take: argument amount must be int",
         '{"name": "take", "arguments": {"amount": true}}': "take: argument amount must be int",
         '{"name": "take", "arguments": {"amount": 1, "tags": "a"}}': "take: argument tags must be list[str] | None",
+        '{"name": "take", "arguments": {"amount": 1, "mode": 1}}': "take: argument mode must be Literal['all', 'some']",
         **{
             f'{{"name": "{name}"}}': f"no tool is called {name}; there are fail, long, raw, take"
             for name in ("_hidden", "helper", "reset", "__init__", "tooled")

@@ -7,6 +7,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Literal, Optional
 
 from oarjax.errors import UserError
 
@@ -246,15 +247,24 @@ class Tooled:
     def reset(self, **columns) -> None:
         pass
 
-    def take(self, amount: int, share: float = 1.0, tags: list[str] | None = None) -> str:
+    def take(
+        self,
+        amount: int,
+        share: float = 1.0,
+        tags: list[str] | None = None,
+        mode: Literal["all", "some"] = "all",
+        where: Optional[dict[str, int]] = None,  # noqa: UP045
+    ) -> str:
         """Take some.
 
         Args:
             amount: How many.
             share: Of the whole.
             tags: Their names.
+            mode: How.
+            where: Places.
         """
-        return f"{amount} {share} {tags}"
+        return f"{amount} {share} {tags}" + (f" {mode} {where}" if where else "")
 
     def fail(self) -> str:
         """Fail."""
