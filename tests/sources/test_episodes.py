@@ -93,6 +93,15 @@ def test_observations_are_holes_in_rows_whose_log_probs_are_those_of_the_whole_r
     jax.tree.map(np.testing.assert_array_equal, rollout, again)
 
 
+def test_a_row_of_one_turn_is_what_the_sampler_draws_without_an_environment(made):
+    _, _, steps, state = made
+    batch, sampler = batch_of(made), tiny.sampler(steps, state.params)
+    alone = rollout_of(batch, requested(batch, sampler.draw(batch)), pad_id=tiny.PAD)
+    once = episodes(made, Scripted(lambda episode: Step(None)))
+    for name in ("tokens", "valid", "completion", "behaviour_logps", "ended"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(alone, name))
+
+
 def test_who_else_goes_on_changes_no_token(made):
     both = episodes(made, Scripted(two_turns))
     even = episodes(made, Scripted(lambda e: two_turns(e) if e.columns["problem"] % 2 == 0 else Step(None, 5.0)))
