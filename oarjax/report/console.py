@@ -374,8 +374,8 @@ class OnceWarnings:
         """Return the rules that apply with their messages; remember the first finite value of every metric."""
         applying = []
         for rule in self._rules:
-            if rule.metric not in metrics:
-                continue
+            if rule.metric not in metrics or (rule.metric == "sampler_gap" and float(metrics.get("lag", 0)) > 0):
+                continue  # tokens that an older policy drew differ as they should, and are corrected for
             now = float(metrics[rule.metric])
             if math.isfinite(now):
                 self._first.setdefault(rule.metric, now)

@@ -92,6 +92,8 @@ def test_limits_are_where_the_table_says():
     fine = {"truncated": 0.2, "zero_variance": 0.99, "entropy": 0.1, "ungraded": 0.05, "no_answer": 0.5}
     fine |= {"sampler_gap": 0.05} | {rule.metric: 0.0 for rule in WARNINGS if rule.metric.startswith("nonfinite/")}
     assert once().check(1, fine) == []
+    assert once().check(1, {"sampler_gap": 0.2, "lag": 1.0}) == []  # drawn by an older policy
+    assert len(once().check(1, {"sampler_gap": 0.2, "lag": 0.0})) == 1
 
 
 def test_entropy_collapse_is_measured_from_the_first_finite_value():
