@@ -47,6 +47,8 @@ HARMLESS = (
 ROUNDING = (
     "device",
     "mesh.",
+    "rollout.devices",
+    "rollout.tensor",
     "compile_ahead",
     "policy.remat",
     "policy.head_chunk",
@@ -59,14 +61,7 @@ ROUNDING = (
 )
 """Fields that may also differ; they change the order of sums, or which answers are graded in time."""
 
-PROGRESS = (
-    "start",
-    "sft.json",
-    "checkpoints.json",
-    "checkpoints/*",
-    "*/checkpoints.json",
-    "*/*/checkpoints.json",
-)
+PROGRESS = ("start", "sft.json", "checkpoints.json", "checkpoints/*", "*/checkpoints.json", "*/*/checkpoints.json")
 """Files that make a run resumable: once one of them exists, the run's config and inputs are fixed."""
 
 UNSEALED = ("start.json", "metrics.jsonl", "completions.jsonl", "samples/*.json", "rollouts/*.jsonl")

@@ -145,8 +145,9 @@ def test_what_may_differ_and_what_may_not():
         "checkpoint.keep was 2, is 9",
         "report.html was True, is False",
     ]
-    assert differ("mesh.data=1", "update.microbatch=32").rounding == [
+    assert differ("mesh.data=1", "update.microbatch=32", "rollout.tensor=1").rounding == [
         "mesh.data was -1, is 1",
+        "rollout.tensor was None, is 1",
         "update.microbatch was 64, is 32",
     ]
     assert differ("plan.topology=v5e-8", "lab.problems=7").harmless == [
