@@ -93,7 +93,12 @@ def describe_overlap(found: Mapping[str, Any] | None, *, chips: int, hosts: int)
     faster = f"makes steps at most {found['gain']:.2f} times as fast"
     if found["gain"] <= 1:
         faster = "makes steps no faster" + ("" if found["set"] else ", however the chips are divided")
-    overlaps = "Phases are planned as if all chips drew and learned in turn." if found["set"] else ""
+    overlaps = ""
+    if found["set"]:
+        overlaps = (
+            "Phases are planned as if all chips drew and learned in turn; those that learn hold more alone: plan them "
+            "with rollout.devices=null on a slice of their number."
+        )
     if hosts > 1:
         overlaps = f"oarjax overlaps in one process alone: on these {hosts} hosts a lag brings nothing."
     return (

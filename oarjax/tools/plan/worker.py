@@ -12,17 +12,21 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from oarjax.config.inputs import MeshConfig
 from oarjax.config.loading import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.system.checkout import commit
+from oarjax.system.devices import DeviceError
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
 from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
@@ -41,7 +45,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     target = find_slice(job["topology"])
     cfg = with_method(parse_config(job["config"]), job["method"])
     devices = slice_devices(target, slices=job["slices"])
-    mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
+    mesh = planned_mesh(cfg.mesh, cfg.rollout.devices, devices)
     shapes, phase = ProgramShapes(planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)), job["phase"]
     sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
     ways = link_table(mesh, target) if phase != "sample" else {}
@@ -54,6 +58,23 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
         "ways": [[members, asdict(way)] for members, way in sorted(ways.items())],
         "programs": [compile_program(each, shapes, target, job) for each in PROGRAMS[phase](shapes)],
     }
+
+
+def planned_mesh(sizes: MeshConfig, drawing: int | None, devices: Sequence[Any]) -> Mesh:
+    """Arrange all devices of a slice for training, those of rollout.devices among them.
+
+    Raises:
+        DeviceError: the axes do not multiply to their number.
+    """
+    try:
+        return make_mesh(**sizes.model_dump(), devices=devices)
+    except DeviceError as error:
+        if drawing is None:
+            raise
+        raise DeviceError(
+            f"{error}; a plan has all devices draw and learn in turn, rollout.devices: {drawing} too: plan "
+            "rollout.devices=null on a slice of the devices that learn"
+        ) from error
 
 
 def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice, job: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """What a lag can bring: worked out by hand."""
 
+import jax
 import pytest
 
+from oarjax.config.inputs import MeshConfig
+from oarjax.system.devices import DeviceError
 from oarjax.tools.plan.overlap import describe_overlap, overlap, overlap_of
+from oarjax.tools.plan.worker import planned_mesh
 
 SLICE = {"chips": 8, "tensor": 1, "sent": 4e9, "link": 1e9}
 
@@ -61,3 +65,8 @@ def test_a_plan_says_so_with_the_seconds_of_its_phases():
     shorter = overlap_of(plan | {"lengths": lengths}, times, 7e9, tensor=1)
     assert shorter is not None
     assert shorter["gain"] == pytest.approx(7 / 4)
+
+
+def test_a_mesh_of_the_devices_that_learn_is_no_plan_of_all():
+    with pytest.raises(DeviceError, match=r"does not multiply to the 4 .* plan rollout.devices=null on a slice of"):
+        planned_mesh(MeshConfig(data=2), 2, jax.local_devices() * 4)
