@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,7 @@ from oarjax.config.loading import parse_config
 from oarjax.data.hf import export, load_params, read_config, write_random_checkpoint
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import ConfigError
+from oarjax.models.lora import init_adapters, join_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import read_metrics
@@ -122,6 +124,29 @@ def test_an_engine_that_reloads_draws_with_the_new_weights(world, kind, tmp_path
     for path, x in jax.tree_util.tree_leaves_with_path(new):
         np.testing.assert_array_equal(dict(jax.tree_util.tree_leaves_with_path(server.params))[path], x)
     assert said == []
+
+
+def test_adapters_are_merged_into_what_an_engine_is_given(world, tmp_path):
+    _, params, model, folder, _ = world("tied")
+    lora = LoraConfig(rank=2)
+    adapters = init_adapters(jax.random.key(0), params, rank=lora.rank, targets=lora.targets)
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)  # B begins at zero
+    engine = EngineConfig(url="http://127.0.0.1:1", weights=str(tmp_path), dtype="float32")
+    parts = Served(model, make_mesh(**MeshConfig().model_dump()), folder, (tiny.STOP,), tiny.PAD)
+    policy = PolicyConfig(path="unused", remat="none")
+    weights = served_weights(engine, policy, lora, parts, [[5]], place=lambda tree, _: tree, fetch=jax.device_get)
+    written = Path(weights.write(weights.plain(join_params(params, adapters)), 0))
+    given, before, low = map(named, (load_params(written, read_config(written)[0]), params, adapters))
+    merged = [name.removesuffix(".lora_a") for name in low if name.endswith(".lora_a")]
+    assert len(merged) == len(lora.targets)
+    for name in merged:
+        change = lora.scale * low[f"{name}.lora_a"] @ low[f"{name}.lora_b"]
+        np.testing.assert_allclose(given[f"{name}.kernel"], before[f"{name}.kernel"] + change, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(given["head.kernel"], given["embed.embedding"].T)  # though it is tied
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    return {name_of(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(kind, name) for kind in KINDS for name in tensors(kind)])
