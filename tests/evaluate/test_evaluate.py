@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -136,22 +135,6 @@ def test_neither_batches_nor_other_problems_change_a_sample(oarjax_json, policy,
     assert rows("three", "eval.batch=3") == four
     few = rows("few", "data.eval.limit=4")
     assert few == {place: text for place, text in four.items() if place[0] < 4}
-
-
-@pytest.mark.slow
-def test_killed_with_signal_9(oarjax_json, policy, tmp_path):
-    arguments = ["evaluate", policy, "--data", "demo", "--k", 2, *CHEAP, "data.eval.limit=200"]
-    whole = oarjax_json(*arguments, "--out", tmp_path / "whole")
-    lines = tmp_path / "cut" / "samples.jsonl"
-    command = [sys.executable, "-m", "oarjax.cli", *map(str, arguments), "--out", str(tmp_path / "cut")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") > 20):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert lines.read_bytes().count(b"\n") < 400
-    assert oarjax_json(*arguments, "--out", tmp_path / "cut") == whole
-    assert lines.read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from oarjax.training.start import prepare
 
 pytestmark = pytest.mark.slow
 
-SEQUENCES = int(os.environ.get("OARJAX_STATEFUL_REAL", "15"))
+SEQUENCES = int(os.environ.get("OARJAX_STATEFUL_REAL", "12"))
 SEED = int(os.environ.get("OARJAX_STATEFUL_SEED", "0"))
 ITERATIONS = 6
 ACCIDENTS = ["full disk", "full record", "cut record", "flip", "unfinished", "half a line", "move", "copy"]
