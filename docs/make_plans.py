@@ -83,7 +83,6 @@ def lowered(name: str, phase: str) -> dict[str, Any]:
         "fields": architecture_fields(cfg.policy.path),
         "topology": topology_of(cfg.plan.topology).name,
         "slices": max(cfg.mesh.slice, 1),
-        "options": {},
         "cache": "",
         "phase": phase,
         "method": None,

@@ -31,6 +31,7 @@ from oarjax.run.adapters import trained_axes, trained_shapes
 from oarjax.run.checks import check_batches
 from oarjax.run.policy import bind_policy, compute_dtype_of
 from oarjax.step.programs import RolloutLayout, Shardings, device_rows, prompt_rows_of
+from oarjax.system.compiler import compiler_options
 from oarjax.system.mesh import rollout_mesh
 from oarjax.types import Params, TrainState
 
@@ -99,6 +100,7 @@ def training_layout(
         rows=named(batch_spec()),
         replicated=everywhere,
         microbatches=named(PartitionSpec(None, *batch_spec())),
+        options=compiler_options(everywhere),
     )
 
 

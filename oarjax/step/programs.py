@@ -83,6 +83,7 @@ class Shardings(NamedTuple):
     rows: Any  # axis 0 divided over the row axes
     replicated: Any
     microbatches: Any = None  # axis 1 divided over the row axes
+    options: dict[str, Any] | None = None  # of the compiler, for what goes forward and backward through the policy
 
 
 class RolloutLayout(NamedTuple):
@@ -333,6 +334,7 @@ def make_steps(
         # bnpo means over its pieces, here microbatches of rows of similar length; the others over the whole rollout.
         return apply_sums(tx, state, sums, None if cfg.loss.aggregation == "bnpo" else denominator)
 
+    learning = partial(jax.jit, compiler_options=shardings.options)
     trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
     summed = Sums(trained, shardings.replicated, shardings.replicated)
     fused: dict[str, Any] = {}
@@ -341,7 +343,7 @@ def make_steps(
         both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
         at = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
         fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=at)
-        fused["fused_add"] = jax.jit(both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
+        fused["fused_add"] = learning(both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
     return Steps(
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
@@ -355,11 +357,11 @@ def make_steps(
             or bound_advantages(cfg.advantage, cfg.grading, group_size=roll.group_size, custom=custom_advantages)
         ),
         after_kl=jax.jit(bound_kl_penalty(cfg.loss.kl_beta)),
-        score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
+        score=learning(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
         zeros=jax.jit(partial(no_sums, sums_of), out_shardings=summed),
-        accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
+        accumulate=learning(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         drift=jax.jit(drift),
         values=kind == "values",
@@ -378,7 +380,8 @@ def make_sft_step(
     def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         return descend(tx, loss, state, batch, used, None)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+    out = (shardings.state, shardings.replicated)
+    return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=shardings.options)
 
 
 def prompt_rows_of(

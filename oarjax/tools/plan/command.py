@@ -35,6 +35,7 @@ from oarjax.tools.plan.hlo import Executed
 from oarjax.tools.plan.needs import needs_of
 from oarjax.tools.plan.overlap import overlap_of
 from oarjax.tools.plan.programs import (
+    LEARNING,
     PROGRAMS,
     evaluation_plan,
     mean_slots,
@@ -196,7 +197,6 @@ def plan(
         "fields": fields,
         "topology": where.name,
         "slices": max(cfg.mesh.slice, 1),
-        "options": {},
         "cache": str(Path(cache).expanduser()),
     }
     with ThreadPoolExecutor(jobs) as pool:
@@ -348,7 +348,6 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
     return found
 
 
-LEARNING = ("score", "update", "fused")
 GATHERS = ("all-gather", "collective-permute")
 
 

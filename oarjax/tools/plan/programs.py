@@ -38,6 +38,9 @@ PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[PhaseProgram, ...]]] = {
 """Phases in the order of a step. An update adds up gradients (``update``, or with the scores in ``fused``) and changes
 the weights (``apply``)."""
 
+LEARNING = ("score", "update", "fused")
+"""Phases that go through the policy as it learns, some forward and some backward too."""
+
 
 def phases_of_step(cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
     """Return the phases that an iteration runs: score and update, or both in one pass; of a policy with ``experts``."""

@@ -29,7 +29,7 @@ from oarjax.system.checkout import commit
 from oarjax.system.devices import DeviceError
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
-from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
+from oarjax.tools.plan.programs import LEARNING, PROGRAMS, planned, with_method
 from oarjax.tools.plan.topology import Slice, compiler_version, find_slice, slice_devices
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
@@ -89,7 +89,9 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
     order = str(shapes.mesh.devices.flatten().tolist())
-    made_of = [lowered.as_text(), target.name, order, versions, job["options"]]
+    # A program that learns has options of the compiler, which its text does not show.
+    options = shapes.layout.options if program.phase in LEARNING else {}
+    made_of = [lowered.as_text(), target.name, order, versions, options]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     found = {"name": program.name, "key": key, "steps": program.steps}
     if not job.get("compile", True):
@@ -102,7 +104,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
     traced, cpu = time.perf_counter() - began, time.process_time()
     began = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=job["options"] or None)
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
