@@ -226,9 +226,9 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices, sums: DTypeLike) 
 
     On a mesh with an axis ``expert`` of E devices each holds 1/E of the experts, whole but for ``tensor``. They gather
     one another's rows, each computes what its own experts add to them, and the sums go back. Many rows are computed
-    part after part, which bounds their copies in memory; few, as in decoding, at once, which reads the experts once.
-    With k experts per token and E <= k + 1 that moves no more than to send every copy of a row to its expert, and needs
-    no capacity: no token is dropped. Rows and their sums travel as ``sums``.
+    part after part, and again going backward, which bounds their copies in memory; few, as in decoding, at once, which
+    reads the experts once. With k experts per token and E <= k + 1 that moves no more than to send every copy of a row
+    to its expert, and needs no capacity: no token is dropped. Rows and their sums travel as ``sums``.
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
@@ -250,7 +250,13 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices, sums: DTypeLike) 
             every = jax.lax.all_gather((flat.astype(sums), weights, chosen), owner, tiled=True)
             count = 1 if every[0].shape[0] <= ROWS_AT_ONCE else experts
             parts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), every)
-            added = jax.lax.map(lambda part: compute(part[0], part[1], part[2] - first, held), parts)
+
+            # Computed again going backward: what each part leaves for that is many times its rows.
+            @partial(jax.checkpoint, prevent_cse=False)
+            def add(part: tuple[Array, Array, Array]) -> Array:
+                return compute(part[0], part[1], part[2] - first, held)
+
+            added = jax.lax.map(add, parts)
             added = added.reshape(-1, flat.shape[-1]).astype(sums)
             return jax.lax.psum_scatter(added, owner, tiled=True)
 
