@@ -8,6 +8,7 @@ number of them can resume a saved position. A batch at the end of an epoch is fi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,7 +171,8 @@ class Stream:
 
     def __init__(self, rows: int, *, batch: int, seed: int, shuffle: bool) -> None:
         order = grain.MapDataset.range(rows).seed(seed % 2**32)
-        order = (order.shuffle() if shuffle else order).repeat()
+        # As good as endless; grain's own endlessness is one item too long for batches of one.
+        order = (order.shuffle() if shuffle else order).repeat(sys.maxsize // (2 * rows))
         # No threads: they would only delay a handful of integers, and could outlive the run.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._batches = iter(order.batch(batch, batch_fn=list).to_iter_dataset(options))

@@ -40,7 +40,7 @@ from oarjax.grading.bounds import exceeds_bounds
 from oarjax.grading.everyday import bare, in_percent, with_commas, without_unit
 from oarjax.grading.no_eval import forbid_evaluation
 from oarjax.grading.strict import has_extra_values, is_list, without_percent
-from oarjax.grading.trl import has_trl_signature, per_batch
+from oarjax.grading.trl import has_trl_signature, needs_of_trainer, per_batch
 from oarjax.system.plugins import import_plugin
 
 
@@ -151,7 +151,7 @@ def _place(function: Any) -> str:
 def load_plugins(plugins: Sequence[str]) -> None:
     """Import the Python files (``path/to/mine.py``) and modules (``package.mine``) that register rewards.
 
-    Their functions of TRL's signature are registered under their own names; imported ones once a config names them.
+    Functions of TRL's signature are registered by name; imported ones, and those to refuse, once a config names them.
 
     Raises:
         ValueError: a plugin cannot be found or fails during its import.
@@ -168,10 +168,11 @@ def load_plugins(plugins: Sequence[str]) -> None:
         finally:
             _loading.pop()
         for name, function in vars(module).items():
-            if has_trl_signature(function) and function.__module__ == module.__name__:
-                reward(name, per="batch")(per_batch(function))
-            elif has_trl_signature(function):
-                _imported[name] = function
+            if has_trl_signature(function):
+                if function.__module__ == module.__name__ and not needs_of_trainer(function):
+                    reward(name, per="batch")(per_batch(function))
+                else:
+                    _imported[name] = function
 
 
 def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | None = None) -> tuple[Reward, ...]:

@@ -28,14 +28,19 @@ def has_trl_signature(function: Any) -> bool:
     return not {"completions", "completion_ids", "environments"}.isdisjoint(inspect.signature(function).parameters)
 
 
+def needs_of_trainer(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments without a default that only TRL's trainer has."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in ABSENT if name in parameters and parameters[name].default is inspect.Parameter.empty]
+
+
 def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward per batch, of ``Sample``s, that calls a function of TRL's signature.
 
     Raises:
         ValueError: the function needs an argument that only TRL's trainer has.
     """
-    parameters = inspect.signature(function).parameters
-    needed = [name for name in ABSENT if name in parameters and parameters[name].default is inspect.Parameter.empty]
+    parameters, needed = inspect.signature(function).parameters, needs_of_trainer(function)
     if needed:
         raise ValueError(f"reward {function.__name__!r}: {', '.join(needed)} is not available here; give it a default")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -107,6 +107,9 @@ def _check_number(name: str, value: Any, kind: type, bounds: Range, function: st
         number = isinstance(value, Integral) and not isinstance(value, bool)
     else:
         number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+    if kind is int and is_traced(value):
+        remedy = "name it in static_argnames of jax.jit, or bind it with functools.partial"
+        raise ArgumentError(f"{function}: {name} must be {expected}, got a traced value; {remedy}")
     if not number:
         remedy = "; use jax.vmap to map over an array" if hasattr(value, "shape") and kind is float else ""
         raise ArgumentError(f"{function}: {name} must be {expected}, got {_described(value)}{remedy}")
@@ -121,14 +124,22 @@ def _check_array(
     kind = next((word for base, word in KINDS.items() if hint.dtypes == base.dtypes), "integer")
     expected = f"{function}: {name} must be {'an' if kind == 'integer' else 'a'} {kind} array".replace("  ", " ")
     expected += f" [{', '.join(axes)}]"
+    key = "; use jax.random.key(seed)" if not axes else "; use oarjax.row_keys(key, rows)"
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        raise ArgumentError(f"{expected}, got {_described(value)}; wrap it in jnp.array")
+        raise ArgumentError(f"{expected}, got {_described(value)}{key if kind == 'key' else '; wrap it in jnp.array'}")
     if kind and not _has_dtype(value, hint):
-        remedy = {"bool": f"; compare it, as in {name} > 0", "float": "; use .astype(jnp.float32)"}.get(kind, "")
+        remedies = {"bool": f"; compare it, as in {name} > 0", "float": "; use .astype(jnp.float32)", "key": key}
+        remedy = remedies.get(kind, "")
         raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
     matched = _matched(axes, value.shape)
     if matched is None:
-        remedy = f"; for a single row pass {name}[None]" if len(value.shape) == len(axes) - 1 else ""
+        remedy = ""
+        if kind == "key":
+            remedy = key
+        elif len(value.shape) == len(axes) - 1:
+            rows, _ = sizes.get(axes[0], (None, ""))
+            each = f"; for one number per row broadcast {name}[:, None]"
+            remedy = each if value.shape[:1] == (rows,) else f"; for a single row pass {name}[None]"
         raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
     for axis, size in matched.items():
         prior, source = sizes.setdefault(axis, (size, name))
@@ -160,4 +171,8 @@ def _matched(axes: list[str], shape: tuple[int, ...]) -> dict[str, Any] | None:
 def _described(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    if isinstance(value, Real):
+        return f"{type(value).__name__} {value}"
+    return f"a {type(value).__name__}"

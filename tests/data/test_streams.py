@@ -455,6 +455,8 @@ def test_sft_streams_resume(tokenizer):
 
 def test_stream_takes_any_row_count():
     assert Stream(1, batch=3, seed=0, shuffle=True).next_rows() == [0, 0, 0]
+    ones = Stream(3, batch=1, seed=0, shuffle=True)
+    assert sorted(ones.next_rows() + ones.next_rows() + ones.next_rows()) == [0, 1, 2]
 
 
 def test_gsm8k_with_qwens_chat_template(shared):

@@ -301,3 +301,14 @@ def test_a_plugin_may_import_its_rewards_of_trls_signature(tmp_path):
     rewards.load_plugins([str(tmp_path / "takes_others.py")])
     (function,) = rewards.find_rewards(["taken"])
     assert (function([Sample("1+1=", "2", "2")]), rewards.calls_of("taken")) == ([2.0], "batch")
+
+
+def test_a_function_that_needs_trls_trainer_is_refused_once_it_is_named(tmp_path):
+    (tmp_path / "mixed.py").write_text(
+        "def plain_of_two(completions, **columns):\n    return [1.0 for _ in completions]\n\n\n"
+        "def of_trainer(completions, trainer_state):\n    return [0.0 for _ in completions]\n"
+    )
+    load_plugins([str(tmp_path / "mixed.py")])
+    assert len(find_rewards(["plain_of_two"])) == 1
+    with pytest.raises(ValueError, match="'of_trainer': trainer_state is not available here"):
+        find_rewards(["of_trainer"])

@@ -41,7 +41,10 @@ weights = partial(oarjax.oar_weights, SCORES, MASK)
         (lambda: weights(boost=jnp.nan), "boost must be a number >= 0, got nan"),
         (lambda: weights(tau=jnp.ones(3)), r"tau must be .*, got float32 \[3\]; use jax.vmap"),
         (lambda: oarjax.top_mass(SCORES, MASK, share=0.0), r"top_mass: share must be a number in \(0, 1\], got 0"),
-        (lambda: oarjax.group_advantages(REWARDS, group_size=2.0), "group_size must be an integer >= 1, got a float"),
+        (lambda: oarjax.group_advantages(REWARDS, group_size=2.0), "group_size must be an integer >= 1, got float 2.0"),
+        (lambda: jax.jit(oarjax.group_advantages)(REWARDS, group_size=2), "group_size .* traced value; name it in"),
+        (lambda: oarjax.row_keys(jax.random.key(0), 3), r"rows must be an integer array \[.*\], got int 3; wrap it"),
+        (lambda: oarjax.row_keys(0, jnp.arange(2)), r"key must be .*, got int 0; use jax.random.key\(seed\)"),
         (lambda: oarjax.group_advantages(REWARDS > 0, group_size=2), r"rewards must be .* bool \[4\]; use .astype"),
         (lambda: oarjax.kl_estimate(SCORES, SCORES[:, :3]), r"ref_logps must be .* rows = \(2, 4\) as in logps"),
         (lambda: oarjax.row_keys(REWARDS, jnp.arange(2)), r"key must be a key array \[\], got float32 \[4\]"),
@@ -56,7 +59,7 @@ def test_a_mistake_is_named(call, message):
 
 def test_fields_of_a_record_are_checked_too():
     batch = train_batch()
-    with pytest.raises(ArgumentError, match=r"batch.advantages must be a float array \[B, T\], got float32 \[2\]"):
+    with pytest.raises(ArgumentError, match=r"advantages must be .*\[B, T\], got float32 \[2\]; for one number"):
         oarjax.policy_loss(SCORES, SCORES, batch.replace(advantages=REWARDS[:2]), max_length=4)
 
 
