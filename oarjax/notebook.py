@@ -20,6 +20,7 @@ from oarjax.config.inputs import DataConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.data.rows import Rows, local_rows
+from oarjax.errors import ConfigError
 from oarjax.grading.grader import local_rewards
 from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short
@@ -65,6 +66,8 @@ def train(
         ConfigError: see ``oarjax.training.command``; also the errors of a run's parts.
         ValueError: ``rewards`` holds anything else, or a name twice.
     """
+    if not isinstance(cfg, Config):
+        raise ConfigError(f"train: expected a Config, got {cfg!r}; load it with oarjax.load_config")
     with ExitStack() as stack:
         tree = cfg.model_dump(mode="json")
         if rewards is not None:

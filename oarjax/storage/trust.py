@@ -105,6 +105,8 @@ def _beside(file: Path) -> set[Path]:
             if isinstance(node, ast.ImportFrom) and node.module:
                 names.append(node.module)
             for name in names:
+                if name.split(".")[0] == "oarjax":
+                    continue  # in a clone this package lies beside the file; it is imported already
                 top = file.parent / name.split(".")[0]
                 modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
                 todo += modules - reached

@@ -10,7 +10,15 @@ from conftest import ROOT
 from oarjax.evaluate import sample
 from oarjax.report.fields import field_rows
 from oarjax.storage.folder import claim
-from oarjax.storage.trust import UntrustedCode, check_trust, code_digests, code_places, note_trusted, state_folder
+from oarjax.storage.trust import (
+    UntrustedCode,
+    check_trust,
+    code_digest,
+    code_digests,
+    code_places,
+    note_trusted,
+    state_folder,
+)
 from oarjax.system.plugins import plugin_file
 
 
@@ -160,3 +168,11 @@ def test_what_a_file_imports_from_its_own_folder_counts(tmp_path):
     assert code_digests(code_places(cfg)) == seen[-1]
     code(tmp_path, "far.py", "y = (")  # no Python any more
     assert code_digests(code_places(cfg)) not in seen
+
+
+def test_a_clone_of_this_package_beside_the_file_does_not_count(tmp_path):
+    (tmp_path / "mine.py").write_text("from oarjax import Sample, reward\n")
+    (tmp_path / "oarjax").mkdir()
+    before = code_digest(str(tmp_path / "mine.py"))
+    (tmp_path / "oarjax" / "anything.py").write_text("x = 1\n")
+    assert code_digest(str(tmp_path / "mine.py")) == before
