@@ -123,8 +123,12 @@ def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]
     if sft is None or sft.data.source != "builtin:arithmetic":
         return
     highest, terms = sft.data.arithmetic.highest, sft.data.arithmetic.terms
-    if terms not in {len(re.findall(r"\d+", p.prompt)) for p in problems}:
-        yield f"no prompt has {terms} numbers, as those of the warm start: set sft.data.arithmetic.terms to yours"
+    others = sum(len(re.findall(r"\d+", p.prompt)) != terms for p in problems)
+    if others:
+        yield (
+            f"{others} of {len(problems)} prompts do not have {terms} numbers, all that the warm start shows: set "
+            "sft.data.arithmetic.terms to yours, or give sft.data solutions of yours where they differ"
+        )
     within = {str(number) for number in range(highest + 1)}
     outside = sum(p.reference.strip() not in within for p in problems)
     if outside:

@@ -43,7 +43,7 @@ def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
     (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")
     said = write_config("sums.csv", base="demo").message()
     assert "2 of 4 answers are not numbers from 0 to 19" in said
-    assert "no prompt has 5 numbers" in said
+    assert "4 of 4 prompts do not have 5 numbers" in said
     assert "hub" not in said
 
 
