@@ -66,8 +66,7 @@ def train(
         ConfigError: see ``oarjax.training.command``; also the errors of a run's parts.
         ValueError: ``rewards`` holds anything else, or a name twice.
     """
-    if not isinstance(cfg, Config):
-        raise ConfigError(f"train: expected a Config, got {cfg!r}; load it with oarjax.load_config")
+    _check_config("train", cfg)
     with ExitStack() as stack:
         tree = cfg.model_dump(mode="json")
         if rewards is not None:
@@ -108,6 +107,7 @@ def credit_lab(cfg: Config) -> LabResult:
     Args:
         cfg: its section ``lab`` says what is measured.
     """
+    _check_config("credit_lab", cfg)
     return measure_credit(cfg, _WarningsOnly())
 
 
@@ -120,7 +120,13 @@ def open_run(cfg: Config) -> Run:
     Raises:
         ConfigError: see ``oarjax.run.run.open_run``.
     """
+    _check_config("open_run", cfg)
     return training.open_run(cfg, _WarningsOnly())
+
+
+def _check_config(function: str, cfg: Any) -> None:
+    if not isinstance(cfg, Config):
+        raise ConfigError(f"{function}: expected a Config, got {cfg!r}; load it with oarjax.load_config")
 
 
 class _WarningsOnly(ShownConsole):

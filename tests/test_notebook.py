@@ -130,9 +130,10 @@ def config(tmp_path):
     return parse_config({"run_dir": str(tmp_path / "run"), "policy": {"path": "builtin:arithmetic"}, "data": data})
 
 
-def test_a_path_is_not_a_config(unchecked):
-    with pytest.raises(ValueError, match="train: expected a Config, got 'sums"):
-        oarjax.train("sums.yaml")
+@pytest.mark.parametrize("name", ["train", "credit_lab", "open_run"])
+def test_a_path_is_not_a_config(name, unchecked):
+    with pytest.raises(ValueError, match=f"{name}: expected a Config, got 'sums"):
+        getattr(oarjax, name)("sums.yaml")
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ ScalarPositiveShare = Annotated[Scalar, Range(gt=0, le=1)]
 ScalarRate = Annotated[Scalar, Range(ge=0)]
 ScalarPositive = Annotated[Scalar, Range(gt=0)]
 
+TRACED = "got a traced value; name it in static_argnames of jax.jit, or bind it with functools.partial"
 KINDS: dict[Any, str] = {Float: "float", Bool: "bool", Int: "integer", Key: "key", Shaped: ""}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,10 +81,7 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
     elif origin is Literal:
         *others, last = map(str, parts)
         if is_traced(value):
-            raise ArgumentError(
-                f"{function}: {name} must be {', '.join(others)} or {last}, got a traced value; name it in "
-                "static_argnames of jax.jit, or bind it with functools.partial"
-            )
+            raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, {TRACED}")
         if value not in parts:
             raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, got {value!r}")
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
@@ -108,8 +106,7 @@ def _check_number(name: str, value: Any, kind: type, bounds: Range, function: st
     else:
         number = isinstance(value, Real) or getattr(value, "shape", None) == ()
     if kind is int and is_traced(value):
-        remedy = "name it in static_argnames of jax.jit, or bind it with functools.partial"
-        raise ArgumentError(f"{function}: {name} must be {expected}, got a traced value; {remedy}")
+        raise ArgumentError(f"{function}: {name} must be {expected}, {TRACED}")
     if not number:
         remedy = "; use jax.vmap to map over an array" if hasattr(value, "shape") and kind is float else ""
         raise ArgumentError(f"{function}: {name} must be {expected}, got {_described(value)}{remedy}")
