@@ -193,7 +193,7 @@ class Policy(NamedTuple):
     """A model as pure functions of its params; a custom model provides its own instead of ``make_policy``.
 
     ``trunk`` has to read ``prefix``, which holds the prompt in sampling and in every importance, and ``visible`` with
-    it: where it ignores them, completions do not see their prompt, and nothing fails.
+    it: where it ignores them, completions do not see their prompt, and nothing fails. ``check_policy`` compares them.
     """
 
     embed: Embed

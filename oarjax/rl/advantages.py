@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.rl.checked import ScalarRate, checked
 from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
-from oarjax.rl.ranges import Positive
+from oarjax.rl.ranges import Count, Positive
 
 AdvantageFunction = Callable[[Float[Array, "B"], dict[str, Float[Array, "B"]], int], Float[Array, "B"]]
 """(rewards, NaN where ungraded; values of each reward by name, unweighted; rows per group) -> advantages.
@@ -50,7 +50,7 @@ def group_advantages(
     *,
     group_size: Positive,
     scale: Literal["group", "batch", "none"] = "group",
-    ddof: int = 1,
+    ddof: Count = 1,
     eps: ScalarRate = 1e-4,
 ) -> Float[Array, "B"]:
     """Compute A_i = (r_i - mean of its group) / (std + eps) (GRPO, arXiv 2402.03300, section 4.1.2).

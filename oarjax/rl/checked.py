@@ -33,6 +33,7 @@ ScalarShare = Annotated[Scalar, Range(ge=0, le=1)]
 ScalarPositiveShare = Annotated[Scalar, Range(gt=0, le=1)]
 ScalarRate = Annotated[Scalar, Range(ge=0)]
 ScalarPositive = Annotated[Scalar, Range(gt=0)]
+ScalarAboveOne = Annotated[Scalar, Range(gt=1)]
 
 TRACED = "got a traced value; name it in static_argnames of jax.jit, or bind it with functools.partial"
 KINDS: dict[Any, str] = {Float: "float", Bool: "bool", Int: "integer", Key: "key", Shaped: ""}
@@ -77,7 +78,7 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
             _check(name, value, kinds[0], sizes, function)
     elif origin is Annotated:
         (bounds,) = (part for part in parts if isinstance(part, Range))
-        _check_number(name, value, int if parts[0] is int else float, bounds, function)
+        _check_number(name, value, int if parts[0] is int else float, bounds, function, static=parts[0] in (int, float))
     elif origin is Literal:
         *others, last = map(str, parts)
         if is_traced(value):
@@ -86,11 +87,11 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
             raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, got {value!r}")
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
         _check_array(name, value, hint, sizes, function)
-    elif isinstance(hint, type) and is_dataclass(hint):
+    elif isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
         if not isinstance(value, hint):
             raise ArgumentError(f"{function}: {name} must be an oarjax {hint.__name__}, got {_described(value)}")
         inner = _field_hints(hint)
-        for field in fields(hint):
+        for field in fields(hint) if is_dataclass(hint) else ():  # a NamedTuple has functions, or static settings
             _check(f"{name}.{field.name}", getattr(value, field.name), inner[field.name], sizes, function)
 
 
@@ -99,13 +100,13 @@ def _field_hints(record: type) -> dict[str, Any]:
     return get_type_hints(record, include_extras=True)
 
 
-def _check_number(name: str, value: Any, kind: type, bounds: Range, function: str) -> None:
+def _check_number(name: str, value: Any, kind: type, bounds: Range, function: str, *, static: bool = False) -> None:
     expected = bounds.of("an integer" if kind is int else "a number", whole=kind is int)
     if kind is int:
         number = isinstance(value, Integral) and not isinstance(value, bool)
     else:
         number = isinstance(value, Real) or getattr(value, "shape", None) == ()
-    if kind is int and is_traced(value):
+    if static and is_traced(value):
         raise ArgumentError(f"{function}: {name} must be {expected}, {TRACED}")
     if not number:
         remedy = "; use jax.vmap to map over an array" if hasattr(value, "shape") and kind is float else ""

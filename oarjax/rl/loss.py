@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from oarjax.rl.checked import Scalar, checked, is_traced
+from oarjax.rl.checked import Scalar, ScalarAboveOne, ScalarPositive, ScalarRate, checked, is_traced
 from oarjax.rl.masked import masked_mean, masked_sum, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND, Importance, importance_weights, near_policy
 from oarjax.rl.ranges import Positive
@@ -47,22 +47,22 @@ def policy_loss(
     surrogate: Surrogate = "clip",
     level: Literal["token", "sequence"] = "token",
     aggregation: Aggregation = "dapo",
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.28,
-    dual_clip: Scalar | None = None,
-    ratio_cap: Scalar = 5.0,
-    sapo_positive: Scalar = 1.0,
-    sapo_negative: Scalar = 1.05,
-    vespo_k_positive: Scalar = 2.0,
-    vespo_lambda_positive: Scalar = 3.0,
-    vespo_k_negative: Scalar = 3.0,
-    vespo_lambda_negative: Scalar = 2.0,
-    kl_beta: Scalar = 0.0,
+    clip_low: ScalarRate = 0.2,
+    clip_high: ScalarRate = 0.28,
+    dual_clip: ScalarAboveOne | None = None,
+    ratio_cap: ScalarPositive = 5.0,
+    sapo_positive: ScalarPositive = 1.0,
+    sapo_negative: ScalarPositive = 1.05,
+    vespo_k_positive: ScalarRate = 2.0,
+    vespo_lambda_positive: ScalarPositive = 3.0,
+    vespo_k_negative: ScalarRate = 3.0,
+    vespo_lambda_negative: ScalarPositive = 2.0,
+    kl_beta: ScalarRate = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     kl_corrected: bool = False,
     entropy_bonus: Scalar = 0.0,
     importance: Importance | None = None,
-    max_drift: Scalar | None = None,
+    max_drift: ScalarRate | None = None,
     max_length: Positive,
     rows: Literal["filled", "all"] = "filled",
 ) -> tuple[Mean, dict[str, Mean]]:
@@ -87,10 +87,10 @@ def policy_loss(
             (2602.04879); the last two compare with the sampler's log-probs where the batch has them; default clip.
         level: ratio of each token, or of the whole sequence (GSPO, 2507.18071); default token.
         aggregation: mean over tokens and rows, see ``aggregate``; default dapo.
-        clip_low: for clip, gmpo and dppo, see ``clipped_surrogate``; default 0.2. GMPO's is of the log-ratio, DPPO's
-            of the probability.
-        clip_high: the upper one; default 0.28.
-        dual_clip: for clip; default None.
+        clip_low: for clip, gmpo and dppo, >= 0, see ``clipped_surrogate``; default 0.2. GMPO's is of the log-ratio,
+            DPPO's of the probability.
+        clip_high: the upper one, >= 0; default 0.28.
+        dual_clip: for clip, > 1; default None.
         ratio_cap: for cispo, > 0; default 5.0.
         sapo_positive: for sapo, > 0, where A > 0; default 1.0.
         sapo_negative: for sapo, > 0, elsewhere; default 1.05.
@@ -102,9 +102,9 @@ def policy_loss(
         kl_estimator: see ``kl_estimate``; default k3.
         kl_corrected: multiply the KL by the ratio, with its gradient, which makes both unbiased where the old policy
             drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, eq. 7); default False.
-        entropy_bonus: weight of the entropy, >= 0, where the batch has none of its own; default 0.0.
+        entropy_bonus: weight of the entropy, below 0 a penalty, where the batch has none of its own; default 0.0.
         importance: weights for a sampler that is not the old policy, see ``oarjax.rl.off_policy``; default None.
-        max_drift: nats per token beyond which a row's tokens of A < 0 are left out, > 0; default None.
+        max_drift: nats per token beyond which a row's tokens of A < 0 are left out, >= 0; default None.
         max_length: T of the longest possible completion, >= 1; divides dr_grpo's sum.
         rows: rows that count, see ``aggregate``; default filled.
 

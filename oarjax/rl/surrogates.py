@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from oarjax.rl.checked import Scalar, checked
+from oarjax.rl.checked import Scalar, ScalarAboveOne, ScalarPositive, ScalarRate, ScalarShare, checked
 from oarjax.rl.masked import masked_mean, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND
 
@@ -44,9 +44,9 @@ def clipped_surrogate(
     ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.28,
-    dual_clip: Scalar | None = None,
+    clip_low: ScalarShare = 0.2,
+    clip_high: ScalarRate = 0.28,
+    dual_clip: ScalarAboveOne | None = None,
 ) -> Float[Array, "B T"]:
     """Compute min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at least dual_clip * A.
 
@@ -69,7 +69,11 @@ def clipped_surrogate(
 
 @checked
 def cispo_surrogate(
-    logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: Scalar = 5.0
+    logps: Float[Array, "B T"],
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    ratio_cap: ScalarPositive = 5.0,
 ) -> Float[Array, "B T"]:
     """Compute stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO, arXiv 2506.13585).
 

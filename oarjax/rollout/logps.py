@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.models.policy import Policy, positions_of, prompt_cache
-from oarjax.rl.checked import Scalar, checked, is_traced
+from oarjax.rl.checked import ArgumentError, Scalar, ScalarPositive, checked, is_traced
+from oarjax.rl.ranges import Positive
 from oarjax.rollout.filters import Filters, filter_logits
 from oarjax.types import Params
 
@@ -29,9 +30,9 @@ def token_logps(
     tokens: Int[Array, "B N"],
     valid: Bool[Array, "B N"],
     *,
-    completion_length: int,
-    temperature: Scalar,
-    head_chunk: int,
+    completion_length: Positive,
+    temperature: ScalarPositive,
+    head_chunk: Positive,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Compute log pi(y_t | x, y_<t) in nats and the entropy of pi(. | x, y_<t), teacher-forced, of the last T tokens.
@@ -51,7 +52,7 @@ def token_logps(
             None, the whole vocabulary.
 
     Raises:
-        ValueError: completion_length outside 1 .. N - 1, temperature or head_chunk not positive.
+        ArgumentError: an argument does not fit the signature, or completion_length exceeds N - 1.
     """
     hidden = last_states(policy, params, tokens, valid, completion_length=completion_length)
     targets = tokens[:, tokens.shape[1] - completion_length :]
@@ -73,13 +74,13 @@ def last_states(
     The prompt but its last token is computed once for the rows that share it, if ``policy.prompt_rows`` says so.
 
     Raises:
-        ValueError: completion_length outside 1 .. N - 1.
+        ArgumentError: completion_length outside 1 .. N - 1.
     """
     total = tokens.shape[1]
     if not 1 <= completion_length < total:
-        raise ValueError(
-            f"completion_length: expected 1 to {total - 1} (at least one position before the completion), "
-            f"got {completion_length}"
+        raise ArgumentError(
+            f"token_logps: completion_length must be in 1 .. {total - 1}, to leave a position before the completion of "
+            f"tokens [B, {total}], got {completion_length}"
         )
     positions, start = positions_of(valid), total - completion_length - 1
     if policy.prompt_rows == 1:

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from oarjax.models.policy import Policy, filled, positions_of
 from oarjax.rl.checked import checked
+from oarjax.rl.ranges import Count, Positive, PositiveFloat, PositiveShare, Rate, Share
 from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
 from oarjax.types import Params, PromptBatch, Rollout
 
@@ -238,15 +239,15 @@ def sample(
     prompts: PromptBatch,
     key: Key[Array, ""],
     *,
-    group_size: int,
-    max_new: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    group_size: Positive,
+    max_new: Positive,
+    temperature: Rate,
+    top_k: Count,
+    top_p: PositiveShare,
     stop_ids: tuple[int, ...],
-    pad_id: int,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    pad_id: Count,
+    min_p: Share = 0.0,
+    repetition_penalty: PositiveFloat = 1.0,
     stop_table: Any = None,
     record_experts: bool = False,
 ) -> Rollout:
@@ -273,10 +274,8 @@ def sample(
         record_experts: keep every router's choice; default False.
 
     Raises:
-        ValueError: a keyword outside its range.
+        ArgumentError: an argument does not fit the signature.
     """
-    if group_size < 1:
-        raise ValueError(f"group_size: expected at least 1, got {group_size}")
     prompts = jax.tree.map(jnp.asarray, prompts)  # a run's prompts are numpy
     return sample_rows(
         policy,

@@ -49,6 +49,14 @@ weights = partial(oarjax.oar_weights, SCORES, MASK)
         (lambda: oarjax.kl_estimate(SCORES, SCORES[:, :3]), r"ref_logps must be .* rows = \(2, 4\) as in logps"),
         (lambda: oarjax.row_keys(REWARDS, jnp.arange(2)), r"key must be a key array \[\], got float32 \[4\]"),
         (lambda: oarjax.policy_loss(SCORES, SCORES, {}, max_length=4), "batch must be an oarjax TrainBatch, got"),
+        (lambda: loss(kl_beta=-0.1), "policy_loss: kl_beta must be a number >= 0, got -0.1"),
+        (lambda: loss(dual_clip=1.0), "policy_loss: dual_clip must be a number > 1, got 1.0"),
+        (lambda: loss(surrogate="sapo", sapo_positive=0.0), "policy_loss: sapo_positive must be a number > 0, got 0.0"),
+        (lambda: oarjax.group_advantages(REWARDS, group_size=2, ddof=-1), "ddof must be an integer >= 0, got -1"),
+        (lambda: scored(head_chunk=0), "token_logps: head_chunk must be an integer >= 1, got 0"),
+        (lambda: scored(temperature=0.0), "token_logps: temperature must be a number > 0, got 0"),
+        (lambda: oarjax.token_logps({}, *rows()[1:4], **SCORED), "policy must be an oarjax Policy, got a dict"),
+        (lambda: by_gradient("last", 1.0, 1.0, probe="last"), "probe must be an oarjax Probe, got a str"),
         (lambda: jax.jit(oarjax.ess_ratio)(SCORES, MASK[:, :3]), "mask must be .* with T = 4 as in weights"),
     ],
 )  # fmt: skip
@@ -83,17 +91,24 @@ probe = oarjax.outcome_probe
 
 
 def rows():
-    """In float64: the scores are differences of nearly equal outcomes."""
-    return toy_policy(), toy_params(jax.random.key(0), scale=1.5, dtype=jnp.float64), TOKENS, VALID, SPAN
+    """In float64 where it is on: the scores are differences of nearly equal outcomes."""
+    return toy_policy(), toy_params(jax.random.key(0), scale=1.5, dtype=jnp.result_type(float)), TOKENS, VALID, SPAN
 
 
-def by_gradient(mode, temperature, sigma):
-    outcome = probe(mode, temperature=temperature)
-    return oarjax.gradient_importance(*rows(), KEYS, probe=outcome, estimator="linearised", sigma=sigma, draws=1)
+SCORED = {"completion_length": LENGTH, "temperature": 1.0, "head_chunk": 8}
+
+
+def scored(**changed):
+    return oarjax.token_logps(*rows()[:4], **SCORED | changed)[0]
+
+
+def by_gradient(mode, temperature, sigma, **changed):
+    options = {"probe": probe(mode, temperature=temperature), "estimator": "linearised", "sigma": sigma, "draws": 1}
+    return oarjax.gradient_importance(*rows(), KEYS, **options | changed)
 
 
 SWEEPS = {
-    "token_logps": lambda t: oarjax.token_logps(*rows()[:4], completion_length=LENGTH, temperature=t, head_chunk=8)[0],
+    "token_logps": lambda t: scored(temperature=t),
     "OAR-G": lambda number: by_gradient("answer_joint", number, number) + by_gradient("last", number, number),
     "OAR-F temperature": lambda t: oarjax.fisher_importance(
         *rows(), KEYS, probe=probe("answer_mean", temperature=t), mask_id=0, outcomes=2, sampled=0

@@ -135,7 +135,7 @@ def test_scores_what_comes_at_each_position():
 def test_refuses_what_it_cannot_score():
     params = toy_params(jax.random.key(0))
     tokens, valid = batch()
-    with pytest.raises(ValueError, match=r"completion_length: expected 1 to 10 .*got 11"):
+    with pytest.raises(ValueError, match=r"token_logps: completion_length must be in 1 \.\. 10, .*got 11"):
         token_logps(POLICY, params, tokens, valid, completion_length=11, temperature=1.0, head_chunk=8)
     hidden = jnp.zeros((B, T, 8))
     with pytest.raises(ValueError, match="head_chunk: expected at least 1"):

@@ -339,11 +339,11 @@ def test_filters_that_are_off_are_not_in_the_program(toy):
 
 def test_refuses_keywords_out_of_range(toy):
     for wrong, text in [
-        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
-        ({"max_new": 0}, "max_new: expected at least 1, got 0"),
-        ({"temperature": -1.0}, r"temperature: expected 0 \(greedy\) or more, got -1.0"),
-        ({"top_k": -1}, r"top_k: expected 0 \(off\) or more, got -1"),
-        ({"top_p": 0.0}, r"top_p: expected a share in \(0, 1\], 1 = off, got 0.0"),
+        ({"group_size": 0}, "sample: group_size must be an integer >= 1, got 0"),
+        ({"max_new": 0}, "sample: max_new must be an integer >= 1, got 0"),
+        ({"temperature": -1.0}, "sample: temperature must be a number >= 0, got -1.0"),
+        ({"top_k": -1}, "sample: top_k must be an integer >= 0, got -1"),
+        ({"top_p": 0.0}, r"sample: top_p must be a number in \(0, 1\], got 0.0"),
     ]:
         with pytest.raises(ValueError, match=text):
             sampler(toy[0], **wrong)(toy[1], prompt_batch(4), jax.random.key(0))

@@ -28,6 +28,7 @@ from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
+from oarjax.rl.ranges import Count, Positive
 from oarjax.types import AnswerSpan, Params, Rollout
 
 
@@ -41,9 +42,9 @@ def fisher_importance(
     keys: Key[Array, "B"],
     *,
     probe: Probe,
-    mask_id: int,
-    outcomes: int,
-    sampled: int,
+    mask_id: Count,
+    outcomes: Positive,
+    sampled: Count,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
     """Compute OAR-F scores in nats, >= 0 for a distribution; 0 outside the reasoning and in rows with no answer.
@@ -64,7 +65,8 @@ def fisher_importance(
         counterfactual: mask, second_choice or mean_embedding, see ``oarjax.credit.counterfactual``; default mask.
 
     Raises:
-        ValueError: outcomes below 1, sampled below 0, a counterfactual without an embedding, or no prompt position.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: a counterfactual without an embedding, or no prompt position.
     """
     params = policy.head(jax.lax.stop_gradient(params))
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
@@ -100,8 +102,6 @@ def fisher_scores(
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
     """Compute ``fisher_importance`` after a clean pass."""
-    if outcomes < 1 or sampled < 0:
-        raise ValueError(f"OAR-F: expected outcomes >= 1 and sampled >= 0, got {outcomes} and {sampled}")
     reading, scored = reading_of(tokens, valid, span), scored_tokens(span, probe)
     replacement = replacement_embeddings(
         policy, params, clean.hidden, reading.tokens, counterfactual=counterfactual, mask_id=mask_id

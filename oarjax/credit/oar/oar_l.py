@@ -30,6 +30,7 @@ from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
+from oarjax.rl.ranges import Count, Positive
 from oarjax.types import AnswerSpan, Params, Rollout
 
 SCOPE = "oar_l"
@@ -45,10 +46,10 @@ def local_importance(
     span: AnswerSpan,
     *,
     probe: Probe,
-    mask_id: int,
-    window: int,
-    answers: int,
-    chunk: int,
+    mask_id: Count,
+    window: Count,
+    answers: Positive,
+    chunk: Positive,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
     """Compute OAR-L scores of the reasoning tokens, as those of ``masked_token_importance``; 0 elsewhere.
@@ -67,8 +68,8 @@ def local_importance(
         counterfactual: see ``masked_token_importance``; default mask.
 
     Raises:
-        ValueError: window, answers or chunk out of range, a probe that reads more than the answer, or no prompt
-            position.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: a probe that reads more than the answer, or no prompt position.
     """
     scored = scored_tokens(span, probe)
     params = policy.head(jax.lax.stop_gradient(params))
@@ -102,10 +103,6 @@ def local_scores(
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
     """Compute ``local_importance`` of the ``scored`` tokens, after a clean pass."""
-    if window < 0 or answers < 1 or chunk < 1:
-        raise ValueError(
-            f"OAR-L: expected window >= 0, answers >= 1 and chunk >= 1, got {window}, {answers} and {chunk}"
-        )
     if policy.first_slots is None:
         raise ValueError(
             "OAR-L: this policy has recurrent states, which depend on every earlier token; use oar_p, oar_g or oar_f"

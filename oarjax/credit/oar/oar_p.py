@@ -33,6 +33,7 @@ from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
+from oarjax.rl.ranges import Count, Positive
 from oarjax.types import AnswerSpan, KVCache, Params, Rollout
 
 Find = Callable[[Float[Array, "BK L D"], int, int], Float[Array, "BK"]]
@@ -48,9 +49,9 @@ def masked_token_importance(
     span: AnswerSpan,
     *,
     probe: Probe,
-    mask_id: int,
-    chunk: int,
-    buckets: int,
+    mask_id: Count,
+    chunk: Positive,
+    buckets: Positive,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
     """Compute raw OAR-P scores of the reasoning, in nats for a distribution; 0 elsewhere and in rows with no answer.
@@ -75,7 +76,8 @@ def masked_token_importance(
             ``oarjax.credit.counterfactual``; default mask.
 
     Raises:
-        ValueError: chunk or buckets below 1, an unknown counterfactual, or no prompt position.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: no prompt position.
     """
     scored = scored_tokens(span, probe)
     params = policy.head(jax.lax.stop_gradient(params))
@@ -158,10 +160,6 @@ def over_counterfactuals(
     Rows wait for the one with the most changes, and a chunk starts at the earliest change that any row has in it or
     after it: rows whose changes end at about the same place waste the least.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk: expected at least 1 counterfactual per forward, got {chunk}")
-    if buckets < 1:
-        raise ValueError(f"buckets: expected at least 1, got {buckets}")
     length = first.shape[1]
     begins = first == jnp.arange(length)  # a change begins
     count = jnp.max(jnp.sum(begins, axis=1))

@@ -148,7 +148,7 @@ def test_no_gradient_reaches_the_parameters():
 
 
 def test_errors_say_what_was_expected():
-    with pytest.raises(ValueError, match="OAR-F: expected outcomes >= 1 and sampled >= 0, got 0 and 0"):
+    with pytest.raises(ValueError, match="fisher_importance: outcomes must be an integer >= 1, got 0"):
         fisher(*batch(), outcomes=0)
     # the scores of masking are there to compare with
     assert callable(masked_token_importance)

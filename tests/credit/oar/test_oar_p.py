@@ -162,9 +162,9 @@ def test_no_gradient_reaches_the_parameters():
 
 def test_errors_say_what_was_expected():
     tokens, valid, span = batch()
-    with pytest.raises(ValueError, match="chunk: expected at least 1 counterfactual per forward, got 0"):
+    with pytest.raises(ValueError, match="masked_token_importance: chunk must be an integer >= 1, got 0"):
         importance(tokens, valid, span, chunk=0)
-    with pytest.raises(ValueError, match="buckets: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="masked_token_importance: buckets must be an integer >= 1, got 0"):
         importance(tokens, valid, span, buckets=0)
     with pytest.raises(ValueError, match="need at least 13 token positions, the prompt first; got N = 12"):
         importance(tokens[:, 4:], valid[:, 4:], span)
