@@ -197,6 +197,14 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
     ]
 
 
+def test_a_word_in_place_of_a_list_or_of_fields():
+    assert message(changed(grading__plugins="near.py", grading__rewards=["near"])).splitlines()[1:] == [
+        "  grading.rewards.0: expected fields, such as {name: near} (weight, settings may follow), got 'near'",
+        "  grading.plugins: expected a list, such as [near.py], got 'near.py'",
+    ]
+    assert "policy: expected fields, such as {path: runs/x}" in message(changed(policy="runs/x"))
+
+
 def test_field_of_an_optional_section_is_found():
     assert "data.eval.sauce: no such field (did you mean source?)" in message(
         changed(data__eval={"source": "x.jsonl", "sauce": 1})

@@ -46,10 +46,9 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def explain(error: Any, root: type[Any]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "config"
+    got = f"got {error['input']!r:.200}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        section: Any = root
-        for part in error["loc"][:-1]:
-            section = section_of(section, str(part))
+        section = _section_at(error["loc"][:-1], root)
         accepted = sorted(fields_of(section))
         near = difflib.get_close_matches(str(error["loc"][-1]), accepted, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -64,7 +63,20 @@ def explain(error: Any, root: type[Any]) -> str:
     if error["type"] == "value_error":
         where = f"{path}: " if error["loc"] else ""  # contradictions name their fields
         return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
-    return f"  {path}: {error['msg']}, got {error['input']!r:.200}"
+    if error["type"] == "tuple_type":
+        return f"  {path}: expected a list, such as [{error['input']!s:.100}], {got}"
+    if error["type"] in ("model_type", "dataclass_type"):
+        first, *others = fields_of(_section_at(error["loc"], root))
+        more = f" ({', '.join(others)} may follow)" if others else ""
+        return f"  {path}: expected fields, such as {{{first}: {error['input']!s:.100}}}{more}, {got}"
+    return f"  {path}: {error['msg']}, {got}"
+
+
+def _section_at(places: tuple[str | int, ...], root: type[Any]) -> Any:
+    section: Any = root
+    for part in places:
+        section = section_of(section, str(part))
+    return section
 
 
 def explained(error: ValidationError, root: type[Any], *, source: str) -> ConfigError:

@@ -42,7 +42,7 @@ from oarjax.data.hf_files import (
     read_fields,
     tensor_files,
 )
-from oarjax.data.hub_name import is_hub_name
+from oarjax.data.hub_name import is_hub_name, near_folder
 from oarjax.models.qwen_config import QwenConfig, exported_as
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
 from oarjax.storage.durable import cannot_write, sync_files, sync_folder
@@ -81,7 +81,7 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
         cfg = read_architecture(folder)
     else:
         name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
-        with _hub_errors(f"policy {name}", revision):
+        with _hub_errors("policy", path, revision):
             commit = Path(hf_hub_download(name, "config.json", revision=revision)).parent  # .../snapshots/<commit>
             cfg = read_architecture(commit)
             patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
@@ -107,25 +107,27 @@ def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> P
     if folder.is_dir():
         return folder
     name = _hub_name(path, "tokenizer", example="Qwen/Qwen2.5-0.5B")
-    with _hub_errors(f"tokenizer {name}", revision):
+    with _hub_errors("tokenizer", path, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED)))
 
 
 def _hub_name(path: str | Path, kind: str, *, example: str) -> str:
     name = str(path)
     if not is_hub_name(name):
-        raise CheckpointError(f"{kind} {name}: no such folder; set an HF folder or a hub name such as {example}")
+        raise CheckpointError(
+            f"{kind} {name}: no such folder{near_folder(path)}; set an HF folder or a hub name such as {example}"
+        )
     return name
 
 
 @contextmanager
-def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(kind: str, path: str | Path, revision: str | None) -> Iterator[None]:
     """Turn the hub's many errors into a CheckpointError with the remedy."""
     try:
         yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name}: no such local folder, and the hub did not provide it "
+            f"{kind} {path}: no such local folder{near_folder(path)}, and the hub did not provide it "
             f"(revision {revision or 'main'}): {error}; check the name, the network and your access"
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -13,3 +14,11 @@ def is_hub_name(text: str) -> bool:
     parent = Path(text).parent
     runs = parent == Path("runs") or any(parent.glob("*/config.yaml"))
     return HUB_NAME.fullmatch(text) is not None and not runs
+
+
+def near_folder(path: str | Path) -> str:
+    """Name the folder beside a missing one whose name is nearest to it, for an error; empty without one."""
+    missing = Path(path).expanduser()
+    beside = [p.name for p in missing.parent.iterdir() if p.is_dir()] if missing.parent.is_dir() else []
+    near = difflib.get_close_matches(missing.name, beside, n=1)
+    return f" (did you mean {Path(path).parent / near[0]}?)" if near else ""

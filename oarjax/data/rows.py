@@ -166,7 +166,9 @@ def _csv_rows(path: Path, setting: str) -> Iterator[Row]:
         lines = csv.DictReader(file, strict=True)
         try:
             names = list(lines.fieldnames or ())
-            if not names or len(set(names)) < len(names):
+            if not names:
+                raise DataError(f"{path}: no first line with names of columns; expected one, such as question,answer")
+            if len(set(names)) < len(names):
                 raise DataError(f"{path}: its first line names the columns {names}; expected each name once")
             for row in lines:
                 place = f"{path} line {lines.line_num}"

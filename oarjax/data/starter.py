@@ -15,6 +15,7 @@ import yaml
 from oarjax.config.inputs import DatasetConfig
 from oarjax.config.learning import SFTConfig
 from oarjax.config.loading import parse_config, read_tree
+from oarjax.config.shipped import shipped_configs
 from oarjax.data.problems import Problem, load_problems
 from oarjax.data.rows import DataError, read_rows
 from oarjax.errors import ConfigError
@@ -52,14 +53,16 @@ class Written(NamedTuple):
         """Say what was written and what comes next."""
         (train, held_out), (prompt, answer) = self.rows, self.columns
         half = 100 * (wilson_interval(0.5, held_out)[1] - 0.5)  # of a 95% interval, widest in the middle
-        lines = [f"pass@1 on {held_out} problems is known to ±{half:.0f} points at worst; more rows make it finer"]
+        lines = [
+            f"pass@1 on {held_out} held-out prompts is known to ±{half:.0f} points at worst; more rows make it finer"
+        ]
         if not self.policy.startswith("builtin:") and not Path(self.policy).expanduser().exists():
             lines.append(f"{self.policy} is downloaded at the first start, which needs the extra hub")
         lines += self.notes
         lines.append(f"change it, then: oarjax train {self.config}")
         return (
-            f"wrote {self.config} for {self.policy}, {self.train} ({train} rows) and {self.eval} ({held_out} rows, "
-            f"held out); prompts are in {prompt}, answers in {answer}\n" + "\n".join(lines)
+            f"wrote {self.config} for {self.policy}, {self.train} ({train} rows) and {self.eval} ({held_out} held "
+            f"out); prompts are in {prompt}, answers in {answer}\n" + "\n".join(lines)
         )
 
 
@@ -71,13 +74,17 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
     Args:
         source: a file or folder, see ``data.train.source``.
         target: the config's file; None = the source's name with .yaml here.
-        base: a config, shipped or a file, whose other sections are kept; empty = ``BASE``.
+        base: a config, shipped or a file, whose other sections are kept; empty = ``BASE``. Without a target the name
+            of a .yaml that is neither is the target.
         columns: names of the columns of prompts and answers, "PROMPTS,ANSWERS"; empty = by their names.
 
     Raises:
         ConfigError: columns are not recognised, a file exists or cannot be written, or the base is no config.
         DataError: the rows cannot be read, or have fewer than two prompts.
     """
+    named = Path(base)
+    if target is None and named.suffix == ".yaml" and not (named.exists() or named.stem in shipped_configs()):
+        base, target = "", named  # the file to write, not one to begin from
     tree = json.loads(json.dumps(read_tree(base or BASE)))  # no part of it twice, as YAML's anchors have it
     prompt, answer = found = _columns(source, columns)
     config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
@@ -122,6 +129,12 @@ def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]
     """Say which prompts and answers the built-in policy does not learn to read or write in its warm start."""
     if sft is None or sft.data.source != "builtin:arithmetic":
         return
+    from oarjax.data.tasks.arithmetic import LETTERS  # loads JAX
+
+    unknown = sorted({letter for p in problems for letter in p.prompt + p.reference} - set(LETTERS))
+    if unknown:
+        listed = " ".join(map(repr, unknown[:10])) + (" ..." if unknown[10:] else "")
+        yield f"the built-in policy cannot read {listed}: without a NAME, init takes a policy that reads any text"
     highest, terms = sft.data.arithmetic.highest, sft.data.arithmetic.terms
     others = sum(len(re.findall(r"\d+", p.prompt)) != terms for p in problems)
     if others:

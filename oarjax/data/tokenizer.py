@@ -169,10 +169,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
     except Exception as error:  # tokenizers raises bare Exceptions
-        cause = f"{error}; is a character missing from its vocabulary?"
+        missing = [letter for letter in dict.fromkeys(text) if not _known(tokenizer, letter)]
+        cause = f"its vocabulary lacks {', '.join(map(repr, missing[:10]))}" if missing else str(error)
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             cause = "it contains half of a surrogate pair, which is not a character; correct the text, or leave it out"
         raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
+
+
+def _known(tokenizer: PreTrainedTokenizerFast, letter: str) -> bool:
+    try:
+        tokenizer(letter, add_special_tokens=False)
+    except Exception:  # as above
+        return False
+    return True
 
 
 def render_prompt(

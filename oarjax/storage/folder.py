@@ -260,7 +260,8 @@ def claim(folder: Path, cfg: Config, *, extend: bool = False) -> Path:
     except OSError as error:
         if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
             raise cannot_write(config_file, error) from error
-        raise ConfigError(f"run_dir: cannot write to {folder}: {error}; set another run_dir=...") from error
+        cause = "it is a file" if folder.is_file() else str(error)
+        raise ConfigError(f"run_dir: cannot write to {folder}: {cause}; set another run_dir=...") from error
     return folder
 
 

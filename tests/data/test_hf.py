@@ -242,6 +242,9 @@ def test_where_there_is_no_checkpoint(tmp_path):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder; set an HF folder or a hub name"):
         read_config(tmp_path / "nowhere")
+    (tmp_path / "qwen-small").mkdir()
+    with pytest.raises(CheckpointError, match=r"no such folder \(did you mean .*qwen-small\?\); set an HF folder"):
+        read_config(tmp_path / "qwen_small")
     with pytest.raises(CheckpointError, match=r"policy nobody/nothing: .*revision v1.*check the name"):
         read_config("nobody/nothing", revision="v1")  # the tests run with the hub offline
 

@@ -1,6 +1,7 @@
 """A config for a user's own data: columns, what is held out, what of the base remains."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_a_config_of_ones_own_data(tmp_path):
     assert [reward.name for reward in cfg.grading.rewards] == ["math"]
     assert "oarjax train qa.yaml" in written.message()
     assert "extra hub" in written.message()
-    assert "4 problems is known to ±35 points" in written.message()
+    assert "4 held-out prompts is known to ±35 points" in written.message()
 
 
 def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
@@ -45,6 +46,15 @@ def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
     assert "2 of 4 answers are not numbers from 0 to 19" in said
     assert "4 of 4 prompts do not have 5 numbers" in said
     assert "hub" not in said
+    assert "cannot read" not in said
+
+
+def test_a_yaml_that_is_no_config_is_the_file_to_write_and_unknown_letters_are_named(tmp_path):
+    said = write_config(csv_file(tmp_path / "qa.csv"), base="mine.yaml").message()
+    assert "wrote mine.yaml for Qwen/" in said
+    assert "cannot read" not in said
+    said = write_config("qa.csv", Path("with_demo.yaml"), base="demo").message()
+    assert "the built-in policy cannot read 'W' 'a' 'h' 'i' 'l' 'p' 's' 't' 'u': without a NAME" in said
 
 
 def test_sums_without_an_equals_sign_get_the_warm_starts(tmp_path):

@@ -149,7 +149,7 @@ def test_csv_and_json_hold_the_same_problems(jsonl, tmp_path):
         ("rows.csv", b"question,answer\n1+2=,3,4\n", r"line 2: expected 2 values, one per column"),
         ("rows.csv", b"question,answer\n1+2=\n", r"line 2: expected 2 values, one per column"),
         ("rows.csv", b"question,question\n1,2\n", r"expected each name once"),
-        ("rows.csv", b"", r"expected each name once"),
+        ("rows.csv", b"", r"no first line with names of columns"),
         ("rows.csv", b'question,answer\n1+2=,"3\n', r"line 2: not CSV in UTF-8"),
         ("rows.csv", b"question,answer\n1+2=,\xff\n", r"not CSV in UTF-8"),
         ("rows.json", b'{"question": "1"}\n{"question": "2"}', r"one object per line is called .jsonl"),

@@ -213,7 +213,7 @@ def test_characters_round_trip_and_keep_their_ids(characters):
 
 
 def test_unknown_character_is_an_error_not_a_loss(characters):
-    with pytest.raises(TokenizerError, match=r"cannot encode '3 apples'.*a character missing from its vocabulary"):
+    with pytest.raises(TokenizerError, match="cannot encode '3 apples': its vocabulary lacks 'a', 'p'"):
         encode(load_tokenizer(characters), "3 apples")
     with pytest.raises(TokenizerError, match=r"cannot encode '1\+1=.ud800': it contains half of a surrogate pair"):
         encode(load_tokenizer(characters), "1+1=\ud800")
