@@ -33,9 +33,11 @@ def shipped_config(path: Path) -> Path:
             else "expected a YAML file or the name of a shipped one"
         )
         raise ConfigError(f"config {path}: a folder; {hint}")
-    nearest = difflib.get_close_matches(name, shipped, n=1)
+    beside = sorted(str(file) for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(str(path), beside, n=1) or difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(shipped) or 'none'}")
+    there = f"files here: {', '.join(beside[:10])}; " if beside else ""
+    raise ConfigError(f"config {path}: no such file; {hint}{there}shipped ones: {', '.join(shipped) or 'none'}")
 
 
 def copy_shipped(name: str, target: Path | None = None) -> Path:

@@ -58,7 +58,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     refuse_special(folder)
     try:
         cfg: Mapping[str, Any] = read_yaml(config.read_text(encoding="utf-8"))
-        iterations = int(cfg["iterations"])
+        iterations, steps = int(cfg["iterations"]), (cfg.get("sft") or {}).get("steps")
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{config} is not the config that a run wrote ({error}); put a good copy there") from None
     except OSError as error:
@@ -76,7 +76,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     left = max(iterations - iteration, 0)
     return Status(
         run=str(folder),
-        state=_state(folder, iteration, iterations),
+        state=_state(folder, iteration, iterations, steps),
         iteration=iteration,
         iterations=iterations,
         reward=statistics.fmean(rewards) if rewards else None,
@@ -136,11 +136,14 @@ def duration(seconds: SupportsFloat) -> str:
     return " ".join(f"{n} {unit}" for n, unit in [p for p in parts if p[0]][:2]) or "0 s"
 
 
-def _state(folder: Path, iteration: int, iterations: int) -> str:
+def _state(folder: Path, iteration: int, iterations: int, steps: int | None) -> str:
     if iteration >= iterations:
         exported = any((folder / name).is_file() for name in ("export/config.json", "summary.json"))
         return "finished" if exported else "all iterations done, not yet exported"
-    state = "training" if iteration else "warm start" if (folder / "sft").exists() else "before the first iteration"
+    if iteration or not (folder / "sft").exists():
+        state = "training" if iteration else "before the first iteration"
+    else:
+        state = f"warm start, {_newest_checkpoint(folder / 'sft') or 0} of {steps} steps saved"
     return f"stopped in: {state}; the same command resumes" if _has_ended(folder / LOCK) else state
 
 

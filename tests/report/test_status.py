@@ -51,8 +51,12 @@ def test_a_run_that_has_only_begun(tmp_path):
         None,
         None,
     )
+    with (tmp_path / "config.yaml").open("a") as file:
+        file.write("sft: {steps: 250}\n")
     (tmp_path / "sft").mkdir()
-    assert run_status(tmp_path).state == "warm start"
+    assert run_status(tmp_path).state == "warm start, 0 of 250 steps saved"
+    (tmp_path / "sft" / "checkpoints.json").write_text('{"newest": 100}')
+    assert run_status(tmp_path).state == "warm start, 100 of 250 steps saved"
 
 
 def test_a_run_whose_process_has_ended(tmp_path):
