@@ -15,7 +15,7 @@ from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, m
 from oarjax.report.files import CompletionRow, cut, short
 from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
 from oarjax.report.html import write_html
-from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
+from oarjax.report.summary import NOTE, SummaryRow, may_be_chance, summary_cells, summary_title
 from oarjax.storage.durable import DISK, NO_PATH, cannot_write
 from oarjax.system.json import number
 
@@ -254,7 +254,7 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
         elif low == high:
             span = f"alike on each of {row.problems} problems: no interval"
         else:
-            span = f"95% interval {low:+.1f} to {high:+.1f}"
+            span = f"95% interval {low:+.1f} to {high:+.1f}" + (": may be chance" if may_be_chance(row) else "")
         tiles.append((f"change by {row.name}", f"{row.change:+.1f} points", span))
     return tiles
 

@@ -106,6 +106,12 @@ def _change(row: SummaryRow) -> str:
     return f"{row.change:+.1f}" + (f" ±{half:.1f}" if math.isfinite(half) and half else "")
 
 
+def may_be_chance(row: SummaryRow) -> bool:
+    """Return whether the interval of a row's change holds 0 and has a width."""
+    low, high = number(row.change_low), number(row.change_high)
+    return low <= 0 <= high and low < high
+
+
 def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
     header, cells = summary_cells(rows)
     table = Table(
@@ -122,6 +128,10 @@ def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
     for line in cells:
         table.add_row(*(Text(visible(cell)) for cell in line))
     console.print(table)
+    for row in rows:
+        if may_be_chance(row):
+            text = f"{row.name}: the change may be chance, its interval holds 0; more held-out problems narrow it"
+            console.print(Text(visible(text)))
 
 
 def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:

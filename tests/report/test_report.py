@@ -387,6 +387,14 @@ def test_rewards_outside_0_to_1_have_students_interval():
     assert (row.pass_at_1, row.low, row.high) == pytest.approx((-0.375, -0.375 - half, -0.375 + half))
 
 
+def test_a_change_that_may_be_chance_is_said_to_be():
+    before, after = np.tile([0.0, 1.0, 1.0], 4), np.tile([1.0, 1.0, 0.0], 4)
+    for scores, said in ((after, True), (np.ones(12), False), (before, False)):  # alike everywhere: no interval
+        c = console(width=80)
+        print_summary(c, [summarise("start", before), summarise("last", scores, baseline=before)])
+        assert ("last: the change may be chance" in printed(c)) == said
+
+
 def test_summary_prints_within_80_columns_and_reads_back(tmp_path):
     before = np.tile([0.5, 0.0, 0.0], 40)
     after = np.tile([1.0, 1.0, np.nan], 40)
