@@ -122,6 +122,9 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
         except OSError as error:
             raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
     notes = tuple(_beyond(cfg.sft, problems))
+    if cfg.sft is not None:
+        again = f"policy.path={cfg.run_dir}/start sft=null"
+        notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {again}",)
     return Written(target, parts[0], parts[1], (len(train), len(held_out)), found, policy, notes)
 
 
