@@ -43,7 +43,8 @@ class Ragged:
     prompt_tokens: int = 64
     max_new: int = 512
     stops: int = 41  # of 4,096 tokens: a chance of 1% per token, completions of 100 tokens on average
-    bucket: int = 64  # of completions in scores and updates
+    bucket: int = 64  # of completions in scores and updates, the default of a run
+    finer: int = 16  # W9's other buckets: four times the programs, for where compiling is cheap
     group_size: int = 4  # W10 and W11
     answer: int = 8  # W10 and W11: last tokens of a completion, OAR-G's answer
     compared: str = BEFORE  # other side of W10, or W11's

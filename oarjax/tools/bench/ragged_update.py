@@ -1,8 +1,8 @@
 """W9 of ``oarjax bench``: time update and log-probs of completions that differ in length.
 
-The run's own programs process the same rows in two ways: sorted by length into microbatches that are each padded to
-their own bucket, as in training, and with every microbatch padded to the bucket of the longest row. ``--against torch``
-adds torch in both ways, with microbatches padded to their longest row instead of a bucket.
+The run's own programs process the same rows sorted by length into microbatches that are each padded to their own
+bucket, as in training, with two sizes of buckets, and with every microbatch padded to the bucket of the longest row.
+``--against torch`` adds torch by length and to the longest, with microbatches padded to their longest row, no bucket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from oarjax.types import AnswerSpan, Rollout, SampledRows, TrainBatch
 if TYPE_CHECKING:
     from oarjax.tools.bench.ragged_against import RaggedTorch
 
-OURS, PADDED = "by length", "to the longest"
+OURS, FINER, PADDED = "by length", "by length, finer", "to the longest"
 TORCH = {"torch, by length": True, "torch, to the longest": False}
 Works = dict[str, Callable[[], Any]]
 """Side -> work."""
@@ -84,12 +84,14 @@ class RaggedUpdates:
         valid = np.concatenate([np.ones((s.rows, s.prompt_tokens), bool), mask], 1)
         zeros = np.zeros(mask.shape, np.float32)
         rollout: Any = Rollout(draw.ids, valid, mask, zeros, zeros, np.ones(s.rows, bool))  # type: ignore[arg-type]
-        sizes = sizes_of(rollout, prompt_bucket=s.prompt_tokens, completion_bucket=s.bucket)
+        sizes, finer = (
+            sizes_of(rollout, prompt_bucket=s.prompt_tokens, completion_bucket=step) for step in (s.bucket, s.finer)
+        )
         longest = [s.prompt_tokens, bucket(int(draw.lengths.max()), s.bucket, s.max_new)]
         rows, b = np.arange(s.rows), cfg.update.microbatch
         return {
             name: (MinibatchPlan(rows, 1, b, s.rows, each), rollout)
-            for name, each in ((OURS, sizes), (PADDED, np.tile(longest, (s.rows, 1))))
+            for name, each in ((OURS, sizes), (FINER, finer), (PADDED, np.tile(longest, (s.rows, 1))))
         }
 
     def works(self, draw: Draw) -> tuple[dict[str, Works], dict[str, float]]:

@@ -14,9 +14,9 @@ from oarjax.tools.bench import ragged_step, ragged_update, sides
 from oarjax.tools.bench.measure import counted_compilations, warm
 from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, bench_ragged, ragged_config
 from oarjax.tools.bench.ragged_step import OURS, RaggedIterations, bench_ragged_step
-from oarjax.tools.bench.ragged_update import PADDED, RaggedUpdates, bench_ragged_update, draw_rows
+from oarjax.tools.bench.ragged_update import FINER, PADDED, RaggedUpdates, bench_ragged_update, draw_rows
 
-SMALL = Ragged(rows=16, prompt_tokens=4, max_new=8, stops=6, bucket=4, answer=2)
+SMALL = Ragged(rows=16, prompt_tokens=4, max_new=8, stops=6, bucket=4, finer=2, answer=2)
 VOCAB = TINY["vocab_size"]
 TORCH = TorchSettings(threads=1, device="cpu")
 
@@ -56,22 +56,24 @@ def test_ragged_rollout(folder):
 
 @pytest.mark.slow
 def test_ragged_updates_take_less_where_rows_are_sorted(updates):
-    """Both sides see the same rows: the same log-probs and weights, from fewer positions."""
+    """All sides see the same rows: the same log-probs and weights, from fewer positions."""
     ours = updates
     draw = draw_rows(VOCAB, SMALL, seed=0)
     works, padding = ours.works(draw)
-    assert 0 <= padding["by length"] < padding[PADDED] < 1
+    assert 0 <= padding[FINER] < padding["by length"] < padding[PADDED] < 1
     after = {}
     for side, work in works["update"].items():
         ours.state = ours.run.new_state(ours.params)
         work()
         after[side] = jax.device_get(ours.state.opt_state)  # Adam's first step is a sign; its moments are gradients
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), *after.values())
+    for side in (FINER, PADDED):
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), after["by length"], after[side])
     logps = {}
     for side, work in works["log-probs"].items():
         (plan, _) = ours.plans(draw)[side]
         logps[side] = plan.collect([work().old_logps], np.zeros(draw.completion.shape, np.float32)) * draw.completion
-    np.testing.assert_allclose(*logps.values(), atol=1e-5)
+    for side in (FINER, PADDED):
+        np.testing.assert_allclose(logps["by length"], logps[side], atol=1e-5)
     assert (logps[PADDED] < 0).sum() == draw.lengths.sum()
 
 
@@ -90,7 +92,7 @@ def test_an_iteration_and_the_one_before_make_the_same_completions(iterations):
     ("bench", "works", "ways"),
     [
         (bench_ragged, ["rollout"], ["oarjax"]),
-        (bench_ragged_update, ["update", "log-probs"], ["by length", "to the longest"]),
+        (bench_ragged_update, ["update", "log-probs"], ["by length", "by length, finer", "to the longest"]),
         (bench_ragged_step, ["OAR-G"], ["now", "before"]),
     ],
 )
