@@ -43,18 +43,18 @@ def test_sampling_params(kv_heads):
         sampling_params(MODEL, params, kv_heads=3, dtype=jnp.float32)
 
 
-def test_repeated_key_heads_give_the_same_states():
-    params = init_params(MODEL, jax.random.key(0))
+def test_repeated_key_heads_give_the_same_states(x64):
+    params = init_params(MODEL, jax.random.key(0), dtype=jnp.float64)
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, tiny.VOCAB)
     valid = jnp.ones(tokens.shape, bool)
 
     def states(model, params):
-        policy = make_policy(model, remat="none")
+        policy = make_policy(model, remat="none", compute_dtype=jnp.float64)
         return policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)[0]
 
-    wide = sampling_params(MODEL, params, kv_heads=4, dtype=jnp.float32)
+    wide = sampling_params(MODEL, params, kv_heads=4, dtype=jnp.float64)
     found = states(replace(MODEL, num_key_value_heads=4), wide)
-    np.testing.assert_allclose(found, states(MODEL, params), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found, states(MODEL, params), rtol=0, atol=1e-13)
 
 
 def test_on_one_device_in_float32_rollouts_have_the_same_params():
