@@ -16,7 +16,6 @@ from oarjax.sources.engine import EngineSource
 from oarjax.sources.files import NEEDED, TAUGHT, RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
 from oarjax.storage.folder import locked
-from oarjax.system.processes import only_first
 
 
 class Outside(NamedTuple):
@@ -33,10 +32,10 @@ class Outside(NamedTuple):
         return self.engine or self.apart
 
     def probe(self) -> None:
-        """Fail early on an engine that cannot draw; the first process asks."""
+        """Fail early on an engine that cannot draw."""
         if self.engine is not None:
             with closing(self):
-                only_first(self.engine.probe)
+                self.engine.probe()
 
     def close(self) -> None:
         """Stop waiting for an engine, free the devices that draw, and let go of the folder of an engine's weights."""

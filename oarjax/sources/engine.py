@@ -109,12 +109,10 @@ class EngineSource:
             self._all_of({"/resume": {}})
         prompt = np.asarray(self._rules.stop_ids[:1] or (0,), np.int32)
         request = Request(RowId(0, 0, 0), prompt, 1, (), 1)
-        turns, failure = self._ask([request], lambda turn: None, sampling={"top_k": 1})
-        if failure is not None:
-            raise EngineError(f"rollout.engine: {failure}")
-        if abs(float(turns[0].logps[0])) > 1e-4:
+        (turn,) = self._drawn([request], lambda turn: None, sampling={"top_k": 1})
+        if abs(float(turn.logps[0])) > 1e-4:
             raise Unfit(
-                f"rollout.engine: with top_k=1 a token has the log-prob {turns[0].logps[0]:.4g} instead of 0, so it is "
+                f"rollout.engine: with top_k=1 a token has the log-prob {turn.logps[0]:.4g} instead of 0, so it is "
                 "not of the distribution that was drawn from; start vllm serve with --logprobs-mode processed_logprobs"
             )
 
@@ -177,8 +175,8 @@ class EngineSource:
         failure, lines = gather([failure, lines])[0]
         if failure is not None:
             raise EngineError(
-                f"rollout.engine: {len(lines)} of {len(requests)} rows were drawn, then {failure}; once the engine "
-                "works again, the same command draws the others"
+                f"rollout.engine: {len(lines)} of {len(requests)} rows were drawn, then {failure}; the same command "
+                "draws the others, once the engine works"
             )
         return [turn_of(line) for line in sorted(lines, key=lambda line: line["row"])]
 
@@ -264,9 +262,7 @@ class EngineSource:
                 loop, task = running[0]
                 with suppress(RuntimeError):  # it has just ended
                     loop.call_soon_threadsafe(task.cancel)
-        if self._cancelled.is_set():
-            raise EngineError(f"rollout.engine: {len(turns)} of {len(requests)} rows were drawn when the run stopped")
-        return turns, failure
+        return turns, "the run stopped" if self._cancelled.is_set() else failure
 
     async def _turn(self, request: Request, over: asyncio.Event, sampling: dict[str, Any]) -> Turn:
         body, most = self._body(request, sampling), MOST + BYTES_PER_TOKEN * request.max_new

@@ -123,7 +123,8 @@ def gradient(policy, *args):
 def placed(cfg, folder, ids, mesh, dtype=jnp.float32):
     check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
-    return load_params(folder, cfg, dtype=dtype, shardings=shardings), jax.device_put(ids, NamedSharding(mesh, batch_spec()))
+    params = load_params(folder, cfg, dtype=dtype, shardings=shardings)
+    return params, jax.device_put(ids, NamedSharding(mesh, batch_spec()))
 
 def same(found, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3), found, want)

@@ -20,11 +20,12 @@ import jax
 import numpy as np
 import pytest
 import starts
+import stub_engine
 import yaml
 from conftest import ROOT, virtual_devices
 from safetensors.numpy import load_file
 
-from oarjax.data.hf import export
+from oarjax.data.hf import export, load_params, read_config
 from oarjax.data.hf_files import read_fields
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.models.qwen_config import QwenConfig
@@ -186,6 +187,24 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
     said, _ = trained(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=2)
     assert "resuming after iteration 1" in said
     same_runs(one, moved)
+
+
+def test_two_processes_draw_with_an_engine_as_one_does(config, tmp_path):
+    """The first process asks, in a thread beside the update, and both compare the engine with the weights they hold."""
+    tree = yaml.safe_load(config.read_text())
+    policy = Path(tree["policy"]["path"])
+    model, _ = read_config(policy)
+    served = export(tmp_path / "served", model, load_params(policy, model), source=policy, untie=True)
+    del tree["sft"]
+    tree |= {"iterations": 3, "update": TINY["update"] | {"lag": 1}}
+    for processes, name in ((1, "one"), (2, "two")):
+        with stub_engine.engine(served, repeats=True) as server:
+            where = {"url": f"http://127.0.0.1:{server.server_port}", "weights": str(tmp_path / f"{name}-weights")}
+            tree["rollout"] = TINY["rollout"] | {"engine": where | {"dtype": "float32", "retries": 0}}
+            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+            trained(tmp_path / f"{name}.yaml", tmp_path / name, processes=processes)
+            assert server.paths.count("/collective_rpc") == 3  # a drill's weights, and those of two versions
+    same_runs(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.fixture(scope="module")

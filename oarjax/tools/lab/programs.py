@@ -13,6 +13,7 @@ from oarjax.credit.measures import measure
 from oarjax.credit.methods.signed_values import at_places
 from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import positions_of
+from oarjax.models.sharding import check_rows
 from oarjax.run.run import Run
 from oarjax.step.sampling import group_sampler
 from oarjax.tools.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
@@ -53,6 +54,7 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
     roll, masking, pad = cfg.rollout, cfg.credit.masking, run.pad_id
     sampling = jax.jit(run.rollout_layout.prepare, out_shardings=run.rollout_layout.params)(params)
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
+    check_rows(run.cfg.lab.batch, dict(run.mesh.shape), what="lab.batch")
     rows = run.rollout_layout.rows
     everywhere = NamedSharding(rows.mesh, PartitionSpec())  # there may be fewer branches than devices
     options = {"record_experts": cfg.policy.router == "replay", "stop_ids": run.stop_ids, "pad_id": pad, "group": 1}
