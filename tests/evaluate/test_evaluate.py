@@ -372,6 +372,22 @@ def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):
     assert "--prompt: expected auto, chat, qwen-math" in error
 
 
+@pytest.mark.slow
+def test_an_evaluation_of_a_run_plays_its_episodes(oarjax_json, tmp_path, monkeypatch):
+    """Its figures are the run's own last ones: the same seeds, turns and observations."""
+    run = tmp_path / "run"
+    small = ["iterations=1", "sft.steps=60", "rollout.prompts=2", "rollout.group_size=2", "update.microbatch=2"]
+    small += ["eval.batch=16", "eval.samples=2", "report.html=false", "device=cpu", f"compilation_cache={CACHE}"]
+    monkeypatch.setattr(sys, "argv", ["oarjax", "train", "guess", f"run_dir={run}", *small])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    own = oarjax_json("evaluate", run, "eval.batch=31")["benchmarks"]["held-out"]
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert last["pass_at_1"] > 0
+    np.testing.assert_allclose(own["figures"]["avg@2"]["value"], last["pass_at_1"])
+    np.testing.assert_allclose(own["length"], last["eval/length"])
+
+
 def test_a_run_of_episodes_is_asked_in_its_environment(policy, tmp_path):
     """Its fields but for those of the command line, which are part of what makes two evaluations the same."""
     played = {"name": "builtin:guess", "settings": {"budget": 3}, "turns": 4}
