@@ -101,7 +101,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = read_yaml(text)
     except YamlError:
-        raise ConfigError(f"override {override!r:.200}: the value is not valid YAML; quote it") from None
+        raise ConfigError(
+            f"override {override!r:.200}: the value is not valid YAML; quote it for YAML too, as in '{key}=\"...\"'"
+        ) from None
     *parents, leaf = key.split(".")
     for name in parents:
         if tree.get(name) is None:

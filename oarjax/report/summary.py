@@ -130,7 +130,9 @@ def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
     console.print(table)
     for row in rows:
         if may_be_chance(row):
-            text = f"{row.name}: the change may be chance, its interval holds 0; more held-out problems narrow it"
+            text = (
+                f"{row.name}: the change may be chance, its interval holds 0; more problems or eval.samples narrow it"
+            )
             console.print(Text(visible(text)))
 
 
