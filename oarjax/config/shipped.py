@@ -33,7 +33,7 @@ def shipped_config(path: Path) -> Path:
             else "expected a YAML file or the name of a shipped one"
         )
         raise ConfigError(f"config {path}: a folder; {hint}")
-    beside = sorted(str(file) for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    beside = sorted(map(str, path.parent.glob("*.yaml")))
     nearest = difflib.get_close_matches(str(path), beside, n=1) or difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     there = f"files here: {', '.join(beside[:10])}; " if beside else ""

@@ -19,6 +19,6 @@ def is_hub_name(text: str) -> bool:
 def near_folder(path: str | Path) -> str:
     """Name the folder beside a missing one whose name is nearest to it, for an error; empty without one."""
     missing = Path(path).expanduser()
-    beside = [p.name for p in missing.parent.iterdir() if p.is_dir()] if missing.parent.is_dir() else []
+    beside = [folder.name for folder in missing.parent.glob("*/")]  # none of a parent that is missing or closed to us
     near = difflib.get_close_matches(missing.name, beside, n=1)
     return f" (did you mean {Path(path).parent / near[0]}?)" if near else ""
