@@ -136,10 +136,34 @@ def test_left_padding_changes_no_real_token(tiny):
     np.testing.assert_allclose(tiny.hidden[row, real], bare[0], atol=1e-5)
 
 
+def test_what_invalid_tokens_hold_changes_nothing(tiny):
+    other = jnp.where(tiny.valid, tiny.tokens, (tiny.tokens + 7) % 31)
+    assert (other != tiny.tokens).any()
+    hidden = tiny.trunk(tiny.params, tiny.policy.embed(tiny.params, other), tiny.positions, tiny.valid)[0]
+    real = np.asarray(tiny.valid)
+    np.testing.assert_array_equal(hidden[real], tiny.hidden[real])
+    assert np.isfinite(hidden).all()  # also at padding, which attends to nothing
+
+
+def test_later_tokens_change_nothing_before_them(tiny):
+    other = tiny.tokens.at[:, -1].add(1) % 31
+    hidden = tiny.trunk(tiny.params, tiny.policy.embed(tiny.params, other), tiny.positions, tiny.valid)[0]
+    np.testing.assert_array_equal(hidden[:, :-1], tiny.hidden[:, :-1])
+    assert np.abs(hidden[:, -1] - tiny.hidden[:, -1]).max() > 0.01
+
+
 def prefill(tiny):
     embeddings = tiny.policy.embed(tiny.params, tiny.prompt)
     cache = tiny.policy.init_cache(2, 5)
     return tiny.trunk(tiny.params, embeddings, positions_of(tiny.prompt_valid), tiny.prompt_valid, cache=cache)
+
+
+def test_prefill_equals_teacher_forcing(tiny):
+    hidden, cache = prefill(tiny)
+    real = np.asarray(tiny.prompt_valid)
+    np.testing.assert_allclose(hidden[real], tiny.hidden[::3, :5][real], atol=1e-5)
+    assert int(cache.length) == 5
+    np.testing.assert_array_equal(cache.valid, tiny.prompt_valid)
 
 
 def test_slots_beyond_length_are_not_read(tiny):
