@@ -63,7 +63,7 @@ from oarjax.run.run import Run, open_run
 from oarjax.sources.engine import EngineError, EngineSource
 from oarjax.sources.sync import Sync
 from oarjax.step.gradients import Sums
-from oarjax.step.programs import make_sft_optimizer, make_sft_step
+from oarjax.step.programs import make_sft_optimizer, make_sft_steps
 from oarjax.step.state import moving_reference
 from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import Checkpoints
@@ -272,6 +272,7 @@ def fields() -> dict[str, Field]:
         "sft.batch": Field(6, command),
         "sft.microbatch": Field(4, command),
         "sft.max_length": Field(12, partial(data, where="sft.data")),
+        "sft.completion_bucket": Field(2, command),
         **optimizer("sft.optim", sft_program),
         "rollout.prompts": Field(6, command),
         "rollout.group_size": Field(4, command),
@@ -607,11 +608,11 @@ def program(cfg: Config, *, name: str) -> str:
 
 
 def sft_program(cfg: Config) -> str:
-    """The text of the warm start's program."""
+    """The texts of the warm start's programs."""
     assert cfg.sft is not None
     run = build(cfg)
     tx, _ = make_sft_optimizer(cfg.sft, function=find_optimizer(cfg.sft.optim))
-    step = make_sft_step(
+    steps = make_sft_steps(
         run.policy, tx, training_layout(cfg.lora, run.model, run.mesh, tx), head_chunk=cfg.policy.head_chunk
     )
     params = abstract_params(run.model, dtype=jnp.float32)
@@ -619,7 +620,9 @@ def sft_program(cfg: Config) -> str:
     shape = (2, cfg.sft.microbatch)
     tokens, valid = spec((*shape, WIDTH + 4), jnp.int32), spec((*shape, WIDTH + 4), jnp.bool_)
     batch = TrainBatch(tokens, valid, spec((*shape, 4), jnp.bool_), spec((*shape, 4)), None, None, None)
-    return step.lower(state, batch, spec((), jnp.int32)).as_text()
+    sums, count = jax.eval_shape(steps.zeros, state, batch), spec((), jnp.int32)
+    added = steps.accumulate.lower(sums, state, batch, count, count).as_text()
+    return added + steps.apply.lower(state, sums, None).as_text()
 
 
 def data(cfg: Config, *, where: str = "data.train") -> Any:
@@ -822,7 +825,7 @@ def command(cfg: Config, *, shown: io.StringIO | None = None, extend: bool = Fal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.run.grades, "Grader", FakeGrader)
         patch.setattr(oarjax.run.run, "make_steps", partial(fake_steps, log))
-        patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
+        patch.setattr(oarjax.training.warm_start, "make_sft_steps", partial(fake_sft_steps, log))
         patch.setattr(oarjax.training.start, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
@@ -989,12 +992,12 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
     )
 
 
-def fake_sft_step(log: list[Any], policy: Any, tx: Any, layout: Any, *, head_chunk: int) -> Any:
-    def step(state, batch, used):
-        log.append(("sft", shapes(batch), int(used), np.asarray(batch.tokens).tolist()))
+def fake_sft_steps(log: list[Any], policy: Any, tx: Any, layout: Any, *, head_chunk: int) -> Any:
+    def update(state, batch, pieces, denominator):
+        log.append(("sft", shapes(batch), pieces, np.asarray(batch.tokens).tolist()))
         return state, {"loss": Mean(jnp.ones(()), jnp.ones(()))}
 
-    return step
+    return types.SimpleNamespace(update=update)
 
 
 class FakeGrader(Grader):

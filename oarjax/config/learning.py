@@ -415,3 +415,6 @@ class SFTConfig(Section):
     microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
     max_length: Positive = Field(default=512, description="maximum tokens of a pair; longer ones are dropped")
+    completion_bucket: Positive | None = Field(
+        default=None, description="as rollout.completion_bucket, for the microbatches of pairs; null = that"
+    )

@@ -231,7 +231,7 @@ class PromptStream:
 
 
 class SFTStream:
-    """Yield endless shuffled batches of prompt and completion pairs; resume as PromptStream does."""
+    """Yield endless shuffled batches of prompt and completion pairs, of one shape; resume as PromptStream does."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class SFTStream:
         seed: int,
     ) -> None:
         self._encoded, self._pad_id = encoded, pad_id
-        self._buckets = (prompt_bucket, completion_bucket)
+        self._widths = bucketed(encoded.prompts, prompt_bucket), bucketed(encoded.completions, completion_bucket)
         self._stream = Stream(len(encoded), batch=batch, seed=seed, shuffle=True)
 
     def __iter__(self) -> SFTStream:
@@ -253,10 +253,9 @@ class SFTStream:
     def __next__(self) -> SFTBatch:
         rows = self._stream.next_rows()
         prompts, completions = self._encoded.prompts, self._encoded.completions
-        prompt_length = bucketed((prompts[row] for row in rows), self._buckets[0])
-        completion_length = bucketed((completions[row] for row in rows), self._buckets[1])
-        left, left_valid = left_pad([prompts[row] for row in rows], length=prompt_length, pad_id=self._pad_id)
-        right, extent = right_pad([completions[row] for row in rows], length=completion_length, pad_id=self._pad_id)
+        width, length = self._widths
+        left, left_valid = left_pad([prompts[row] for row in rows], length=width, pad_id=self._pad_id)
+        right, extent = right_pad([completions[row] for row in rows], length=length, pad_id=self._pad_id)
         completion = extent.copy()
         for mask, row in zip(completion, rows if self._encoded.observed else ()):
             mask[: len(completions[row])] &= ~np.asarray(self._encoded.observed[row])

@@ -123,20 +123,6 @@ def apply_sums(
     }
 
 
-def descend(
-    tx: optax.GradientTransformation,
-    loss: Loss,
-    state: TrainState,
-    batch: TrainBatch,
-    used: Int[Array, ""],
-    denominator: Float[Array, ""] | None,
-) -> tuple[TrainState, Metrics]:
-    """Make one optimizer update from the first ``used`` microbatches of [M, b, ...], all of one width."""
-    sums_of = gradient_sums(loss)
-    sums = add_microbatches(sums_of, no_sums(sums_of, state, batch), state, batch, 0, used)
-    return apply_sums(tx, state, sums, denominator)
-
-
 class RowCheck(NamedTuple):
     """The contribution of one row to an update."""
 

@@ -113,7 +113,7 @@ class TwoPasses:
         returned = credit.weights if credit.returned is None else credit.returned
 
         def gradient(state: TrainState) -> Sums:
-            return self.steps.sums(state, batch, minibatch.pieces)
+            return self.steps.updates.sums(state, batch, minibatch.pieces)
 
         return Credited(scores, graded, credit.weights, returned, metrics, denominator, trains, gradient)
 

@@ -84,9 +84,16 @@ def cut(tree: Any, bucket: Bucket | None, *, length: int, room: int = 0) -> Any:
 
 def sizes_of(rollout: Rollout, *, prompt_bucket: int, completion_bucket: int) -> Int[np.ndarray, "B 2"]:
     """Return the bucket of every row: positions of its prompt and of its completion."""
-    length = rollout.completion.shape[1]
-    width = rollout.tokens.shape[1] - length
-    tokens = np.stack([rollout.valid[:, :width].sum(1), rollout.extent.sum(1)], 1)
+    steps = {"prompt_bucket": prompt_bucket, "completion_bucket": completion_bucket}
+    return row_sizes(np.asarray(rollout.valid), length=rollout.completion.shape[1], **steps)
+
+
+def row_sizes(
+    valid: Bool[np.ndarray, "B N"], *, length: int, prompt_bucket: int, completion_bucket: int
+) -> Int[np.ndarray, "B 2"]:
+    """Return every row's bucket, from its real tokens; completions have the last ``length`` of N positions."""
+    width = valid.shape[1] - length
+    tokens = np.stack([valid[:, :width].sum(1), valid[:, width:].sum(1)], 1)
     limits = [buckets(prompt_bucket, width), buckets(completion_bucket, length)]
     return np.stack([np.asarray(b)[np.searchsorted(b, n)] for b, n in zip(limits, tokens.T)], 1)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import exp, gcd
 from statistics import NormalDist
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,12 @@ from oarjax.step.advantages import (
     taught_advantages,
 )
 from oarjax.step.fused import FusedPass, FusedSums, fuses
-from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
+from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, imitation, loss_head, policy_gradient, token_loss
 from oarjax.step.metrics import negative_rows, nonfinite_rows
 from oarjax.step.minibatches import Bucket, bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
-from oarjax.step.steps import Steps
+from oarjax.step.steps import Steps, UpdatePrograms
 from oarjax.types import (
     AnswerSpan,
     Credit,
@@ -64,15 +64,6 @@ from oarjax.types import (
     TrainBatch,
     TrainState,
 )
-
-
-@runtime_checkable
-class ImitateBatch(Protocol):
-    """Make one update from the first ``used`` microbatches of [M, b, ...]; takes the state's memory."""
-
-    def __call__(self, state: TrainState, batch: TrainBatch, used: Any, /) -> tuple[TrainState, Metrics]: ...
-
-    def lower(self, *args: Any) -> Any: ...
 
 
 class Shardings(NamedTuple):
@@ -330,21 +321,21 @@ def make_steps(
         shared_sums = sums_of if bucket is None else sums_for(bucket.prompt_rows)
         return add_microbatches(shared_sums, sums, state, batch, start, stop, bucket=bucket)
 
-    def apply(state: TrainState, sums: Sums, denominator: Float[Array, ""]) -> tuple[TrainState, Metrics]:
+    def apply(state: TrainState, sums: Sums, denominator: Float[Array, ""] | None) -> tuple[TrainState, Metrics]:
         # bnpo means over its pieces, here microbatches of rows of similar length; the others over the whole rollout.
         return apply_sums(tx, state, sums, None if cfg.loss.aggregation == "bnpo" else denominator)
 
     learning = partial(jax.jit, compiler_options=shardings.options)
-    trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
-    summed = Sums(trained, shardings.replicated, shardings.replicated)
+    updates = _update_programs(partial(no_sums, sums_of), accumulate, apply, shardings)
     fused: dict[str, Any] = {}
     shared = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
     if shared is not None and fuses(cfg.update, method, kl_beta=cfg.loss.kl_beta, experts=policy.routed is not None):
         both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
-        at = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
+        at = FusedSums(_summed(shardings), shardings.microbatches, shardings.microbatches, shardings.replicated)
         fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=at)
         fused["fused_add"] = learning(both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
     return Steps(
+        **updates._asdict(),
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
@@ -360,9 +351,6 @@ def make_steps(
         score=learning(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
-        zeros=jax.jit(partial(no_sums, sums_of), out_shardings=summed),
-        accumulate=learning(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
-        apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         drift=jax.jit(drift),
         values=kind == "values",
         decoding=lambda: groups.spent().plus(further.spent()),
@@ -371,17 +359,29 @@ def make_steps(
     )
 
 
-def make_sft_step(
+def make_sft_steps(
     policy: Policy, tx: optax.GradientTransformation, shardings: Shardings, *, head_chunk: int
-) -> ImitateBatch:
-    """Return the jitted step on the mean negative log-prob of completions."""
-    loss = imitation(policy, head_chunk=head_chunk)
+) -> UpdatePrograms:
+    """Return the jitted programs of an update on the mean negative log-prob of completions."""
+    sums_of = gradient_sums(imitation(policy, head_chunk=head_chunk))
+    return _update_programs(
+        partial(no_sums, sums_of), partial(add_microbatches, sums_of), partial(apply_sums, tx), shardings
+    )
 
-    def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
-        return descend(tx, loss, state, batch, used, None)
 
-    out = (shardings.state, shardings.replicated)
-    return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=shardings.options)
+def _summed(shardings: Shardings) -> Sums:
+    """Return the shardings of summed gradients."""
+    trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
+    return Sums(trained, shardings.replicated, shardings.replicated)
+
+
+def _update_programs(zeros: Any, accumulate: Any, apply: Any, shardings: Shardings) -> UpdatePrograms:
+    learning = partial(jax.jit, compiler_options=shardings.options, out_shardings=_summed(shardings))
+    return UpdatePrograms(
+        zeros=jax.jit(zeros, out_shardings=_summed(shardings)),
+        accumulate=learning(accumulate, static_argnames="bucket", donate_argnums=0),
+        apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+    )
 
 
 def prompt_rows_of(

@@ -112,11 +112,32 @@ class AddGradients(Jitted, Protocol):
 
 
 class ApplyUpdate(Jitted, Protocol):
-    """Make one optimizer update from summed gradients; takes the state's memory."""
+    """Make one optimizer update from summed gradients; takes the state's memory. None divides by the sums' count."""
 
     def __call__(
-        self, state: TrainState, sums: Sums, denominator: Float[Array, ""], /
+        self, state: TrainState, sums: Sums, denominator: Float[Array, ""] | None, /
     ) -> tuple[TrainState, Metrics]: ...
+
+
+class UpdatePrograms(NamedTuple):
+    """The device programs of one optimizer update."""
+
+    zeros: StartSums
+    accumulate: AddGradients
+    apply: ApplyUpdate
+
+    def sums(self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece]) -> Sums:
+        """Add up the losses and gradients of a minibatch [M, b, ...], each piece of it padded to its own bucket."""
+        sums = self.zeros(state, batch)
+        for piece in pieces:
+            sums = self.accumulate(sums, state, batch, piece.start, piece.stop, bucket=piece.bucket)
+        return sums
+
+    def update(
+        self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: Float[Array, ""] | None
+    ) -> tuple[TrainState, Metrics]:
+        """Make one optimizer update from a minibatch [M, b, ...]."""
+        return self.apply(state, self.sums(state, batch, pieces), denominator)
 
 
 class CompareWithStart(Jitted, Protocol):
@@ -191,18 +212,10 @@ class Steps(NamedTuple):
         parts = [score(piece.start, piece.stop, probe=probe, bucket=piece.bucket) for piece in pieces]
         return reduce(partial(jax.tree.map, jnp.add), parts)  # each is zero where the others are not
 
-    def sums(self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece]) -> Sums:
-        """Add up the losses and gradients of a minibatch [M, b, ...], each piece of it padded to its own bucket."""
-        sums = self.zeros(state, batch)
-        for piece in pieces:
-            sums = self.accumulate(sums, state, batch, piece.start, piece.stop, bucket=piece.bucket)
-        return sums
-
-    def update(
-        self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: Float[Array, ""]
-    ) -> tuple[TrainState, Metrics]:
-        """Make one optimizer update from a minibatch [M, b, ...]."""
-        return self.apply(state, self.sums(state, batch, pieces), denominator)
+    @property
+    def updates(self) -> UpdatePrograms:
+        """The programs of an update whose rows are scored already."""
+        return UpdatePrograms(self.zeros, self.accumulate, self.apply)
 
     def fused(
         self,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from importlib.metadata import version
+from typing import Any
 
 import jax
 import numpy as np
 
-from oarjax.data.streams import SFTStream
+from oarjax.data.streams import SFTBatch, SFTStream
 from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, Progress
 from oarjax.run.adapters import plain_params
 from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run
-from oarjax.step.minibatches import MinibatchPlan
-from oarjax.step.programs import make_sft_optimizer, make_sft_step
+from oarjax.step.minibatches import MinibatchPlan, row_sizes
+from oarjax.step.programs import make_sft_optimizer, make_sft_steps
 from oarjax.step.state import new_state
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import Failures
@@ -47,17 +48,17 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
     function = find_optimizer(cfg.optim, field="sft.optim.function")
     optimizer, _ = make_sft_optimizer(cfg, function=function)
     layout = training_layout(run.cfg.lora, run.model, run.mesh, optimizer)
-    step = make_sft_step(run.policy, optimizer, layout, head_chunk=run.cfg.policy.head_chunk)
+    steps = make_sft_steps(run.policy, optimizer, layout, head_chunk=run.cfg.policy.head_chunk)
     state = new_state(params, optimizer, layout, seed=run.cfg.seed, lora=run.cfg.lora, copy=False)
+    bucket = cfg.completion_bucket or run.cfg.rollout.completion_bucket
     stream = SFTStream(
         pairs,
         batch=cfg.batch,
         prompt_bucket=run.cfg.rollout.prompt_bucket,
-        completion_bucket=run.cfg.rollout.completion_bucket,
+        completion_bucket=bucket,
         pad_id=run.pad_id,
         seed=run.cfg.seed,
     )
-    plan = MinibatchPlan(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
     shown_every, first = max(cfg.steps // 20, 1), 0
     warnings = OnceWarnings(run.console)
     health = Health(run, run.folder, warnings)
@@ -79,18 +80,9 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
         for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
             tokens += int(batch.completion.sum())
-            (rows,) = plan.split(
-                TrainBatch(  # numpy until it is placed
-                    tokens=batch.tokens,  # pyright: ignore[reportArgumentType]
-                    valid=batch.valid,  # pyright: ignore[reportArgumentType]
-                    completion=batch.completion,  # pyright: ignore[reportArgumentType]
-                    advantages=np.zeros(batch.completion.shape, np.float32),  # pyright: ignore[reportArgumentType]
-                    old_logps=None,
-                    ref_logps=None,
-                    behaviour_logps=None,
-                )
-            )
-            state, metrics = step(state, run.place(rows, "microbatches"), plan.used[0])
+            plan = by_length(batch, cfg.microbatch, bucket)
+            (rows,) = plan.split(train_batch(batch))
+            state, metrics = steps.update(state, run.place(rows, "microbatches"), plan.pieces[0], None)
             if stopped := health.imitated(number, rows, plan.used[0], metrics, state):
                 raise stopped
             if number % shown_every == 0 or number == cfg.steps:
@@ -111,3 +103,18 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
         with failures.handled():  # wait for the last checkpoint, though it is no longer needed
             checkpoints.settle()
     return plain_params(run.cfg.lora, all_params(state), layout.params)
+
+
+def by_length(batch: SFTBatch, microbatch: int, bucket: int) -> MinibatchPlan:
+    """Divide pairs into microbatches of similar completions; prompts stay as wide as they are, for few programs."""
+    rows, length = batch.completion.shape
+    width = batch.tokens.shape[1] - length
+    sizes = row_sizes(batch.valid, length=length, prompt_bucket=width, completion_bucket=bucket)
+    return MinibatchPlan(np.arange(rows), 1, microbatch, rows, sizes)
+
+
+def train_batch(batch: SFTBatch) -> TrainBatch:
+    """Return pairs as the rows of an update; numpy until it is placed."""
+    arrays: Any = batch
+    zeros: Any = np.zeros(batch.completion.shape, np.float32)
+    return TrainBatch(arrays.tokens, arrays.valid, arrays.completion, zeros, None, None, None)

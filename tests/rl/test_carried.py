@@ -59,7 +59,9 @@ def test_an_update_applies_the_coefficient_of_its_state_and_measures_the_next():
         _, steps, state = tiny.build(tiny.config(**{f"loss__{name}": value for name, value in settings.items()}))
         if control is not None:
             state = replace(state, opt_state=(state.opt_state[0], EntropyControl(*map(jnp.float32, control))))
-        moved, metrics = steps.apply(state, steps.sums(state, batch, [Piece(None, 0, 1)]), jnp.float32(mask.sum()))
+        moved, metrics = steps.apply(
+            state, steps.updates.sums(state, batch, [Piece(None, 0, 1)]), jnp.float32(mask.sum())
+        )
         return moved, metrics.get("entropy_bonus")
 
     constant, _ = updated(entropy_bonus=0.3)

@@ -73,7 +73,7 @@ def outcome(shape, rollout_tensor):
     fused = steps.fused(state, sampled, graded, pieces, keys, probe="answer_mean")
     found |= {"importance/fused": fused.importance, "gradients/fused": fused.sums.grads}
     denominator = steps.denominator(jnp.asarray(rollout.completion))
-    moved, metrics = steps.update(state, batch, pieces, denominator)
+    moved, metrics = steps.updates.update(state, batch, pieces, denominator)
     found["gradients"] = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, moved.params)
     tokens = [x for each in drawn for x in (each.tokens, each.completion)]
     return tokens, found | {"loss": metrics["loss"].value, "logps": rollout.behaviour_logps}

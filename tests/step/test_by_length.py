@@ -1,5 +1,7 @@
 """Scores and updates by length: microbatches padded to their own buckets give what one padded form gives."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,13 @@ import optax
 import pytest
 import tiny
 
+from oarjax.data.streams import SFTBatch
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import init_params
 from oarjax.step.iteration import iterate
-from oarjax.step.programs import make_steps
+from oarjax.step.programs import make_sft_steps, make_steps
 from oarjax.step.state import new_state
+from oarjax.training.warm_start import by_length, train_batch
 
 BUCKETS = {"rollout__completion_bucket": 5, "rollout__prompt_bucket": 3, "update__microbatch": 2}
 ONE = {"rollout__completion_bucket": 10, "rollout__prompt_bucket": 6, "update__microbatch": 2}
@@ -68,3 +72,25 @@ def test_buckets_are_the_padded_form_with_adapters():
     """Adapters are float32 whatever the policy is."""
     # The step is large beside the rounding of the params, which would otherwise show instead of the gradient's.
     check(jnp.float32, 1e-5, 1e-6, {"loss": {"kl_beta": 0.1}, "lora": {"rank": 2}}, rate=100.0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_warm_start_by_length_takes_the_steps_of_the_padded_form():
+    """Three steps on pairs of 1 to 10 tokens, one of them with tokens that an environment wrote."""
+    policy = make_policy(tiny.model(), compute_dtype=jnp.float64, remat="none")
+    rng, lengths = np.random.default_rng(0), np.array([1, 10, 4, 2, 9, 3])
+    valid = np.concatenate([np.arange(6) >= rng.integers(0, 5, (6, 1)), np.arange(10) < lengths[:, None]], 1)
+    completion = valid[:, 6:].copy()
+    completion[1, 2:4] = False
+    batch = SFTBatch(rng.integers(3, tiny.VOCAB, (6, 16)).astype(np.int32), valid, completion)
+    tx, ends = optax.adam(1e-2), {}
+    steps = make_sft_steps(policy, tx, tiny.one_device(), head_chunk=8)
+    for name, (microbatch, bucket) in {"whole": (6, 10), "by length": (2, 2)}.items():
+        plan = by_length(batch, microbatch, bucket)
+        params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float64)
+        state = new_state(params, tx, tiny.one_device(), seed=0, lora=tiny.config().lora)
+        for _ in range(3):
+            state, metrics = steps.update(state, plan.split(train_batch(batch))[0], plan.pieces[0], None)
+        ends[name] = jax.device_get((state.params, metrics["loss"].value))
+    assert [piece.bucket and piece.bucket.completion for piece in plan.pieces[0]] == [2, 4, 10]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-11), ends["by length"], ends["whole"])

@@ -12,7 +12,7 @@ import unsound
 
 from oarjax.credit.probe import Probe
 from oarjax.credit.resolved import resolve_method
-from oarjax.step.gradients import descend
+from oarjax.step.gradients import apply_sums, gradient_sums
 from oarjax.step.iteration import iterate
 from oarjax.step.metrics import QUANTITIES, all_finite, nonfinite_rows, rollout_metrics
 from oarjax.step.programs import make_optimizer, make_steps
@@ -43,7 +43,9 @@ def updated(loss, *, value=1.0, rate=0.5):
     def mean(params, rows):
         return Mean(jnp.sum(loss(params["w"]) * rows.advantages), jnp.float32(2)), {}
 
-    state, metrics = jax.jit(lambda s, b: descend(tx, mean, s, b, jnp.int32(1), None))(state, batch(value))
+    state, metrics = jax.jit(
+        lambda s, b: apply_sums(tx, s, gradient_sums(mean)(s.params, None, jax.tree.map(lambda x: x[0], b)), None)
+    )(state, batch(value))
     return state, {name: float(metrics[f"nonfinite/{name}"].value) for name in NAMES}, metrics
 
 

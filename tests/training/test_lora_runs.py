@@ -168,7 +168,7 @@ def outcome(fsdp, tensor):
     state = state.replace(params=jax.tree.map(lambda x: jax.device_put(noisy(x), x.sharding), state.params))
     before = jax.device_get(state.params)
     merged = jax.device_get(steps.rollout_params(all_params(state)))
-    state, metrics = steps.update(state, batch, (Piece(None, np.int32(0), used),), count)
+    state, metrics = steps.updates.update(state, batch, (Piece(None, np.int32(0), used),), count)
     pair = state.params["layers"]["attention"]["q"]
     where = [list(pair[name].sharding.spec) for name in ("lora_a", "lora_b")]
     gradients = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), before, state.params)

@@ -257,20 +257,20 @@ def test_scores_of_two_metrics_are_not_compared(run, config, monkeypatch):
 def test_a_warm_start_of_another_config_is_refused(config, tmp_path, monkeypatch):
     sft = fakes.BASE["sft"] | {"steps": 3}
     saving = {"every": 1, "warm_start": 1}
-    whole = fakes.fake_sft_step
+    whole = fakes.fake_sft_steps
 
     def fails_in_the_third(log, *args, **kwargs):
-        step = whole(log, *args, **kwargs)
+        steps = whole(log, *args, **kwargs)
 
         def failing(*given):
             if sum(entry[0] == "sft" for entry in log) == 2:
                 raise KeyboardInterrupt
-            return step(*given)
+            return steps.update(*given)
 
-        return failing
+        return SimpleNamespace(update=failing)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fakes, "fake_sft_step", fails_in_the_third)
+        patch.setattr(fakes, "fake_sft_steps", fails_in_the_third)
         with pytest.raises(KeyboardInterrupt):
             fakes.command(config(sft=sft, checkpoint=saving))
     for name in ("config.yaml", "sft.json"):  # a kill between the first checkpoint and the note of it leaves none

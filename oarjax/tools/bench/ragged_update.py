@@ -119,7 +119,7 @@ class RaggedUpdates:
         denominator = steps.denominator(jnp.asarray(rollout.completion))
 
         def work() -> None:
-            self.state, _ = steps.update(self.state, rows, plan.pieces[0], denominator)
+            self.state, _ = steps.updates.update(self.state, rows, plan.pieces[0], denominator)
             jax.block_until_ready(self.state)
 
         return work

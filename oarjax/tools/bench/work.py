@@ -244,7 +244,7 @@ class Ours:
 
         def work() -> None:
             nonlocal state
-            state, _ = steps.update(state, batch, pieces, denominator)
+            state, _ = steps.updates.update(state, batch, pieces, denominator)
             jax.block_until_ready(state)
 
         return work

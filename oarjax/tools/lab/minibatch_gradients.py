@@ -271,7 +271,7 @@ def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Gradient:
         return flattened(sums.grads, size=size) / jnp.maximum(count, 1e-20)
 
     def gradient(state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: jax.Array) -> jax.Array:
-        return mean(steps.sums(state, batch, pieces), denominator)
+        return mean(steps.updates.sums(state, batch, pieces), denominator)
 
     return gradient
 

@@ -22,7 +22,7 @@ from oarjax.errors import ConfigError
 from oarjax.grading.rewards import Sample
 from oarjax.models.weights import init_params
 from oarjax.run.run import open_run
-from oarjax.step.gradients import descend
+from oarjax.step.gradients import add_microbatches, apply_sums, gradient_sums, no_sums
 from oarjax.step.loss import policy_gradient
 from oarjax.step.minibatches import Bucket, Piece
 from oarjax.tools.lab.command import measure_credit
@@ -82,7 +82,9 @@ def test_gradients_are_those_of_an_update(aggregation):
     sgd = optax.sgd(1.0)
     start = TrainState(state.step, state.params, sgd.init(state.params), state.key)
     given = None if aggregation == "bnpo" else denominator
-    moved, _ = jax.jit(descend, static_argnums=(0, 1))(sgd, loss, start, batch, used, given)
+    sums_of = gradient_sums(loss)
+    sums = add_microbatches(sums_of, no_sums(sums_of, start, batch), start, batch, 0, used)
+    moved, _ = apply_sums(sgd, start, sums, given)
     wanted = jax.tree.map(lambda a, b: np.ravel(a - b), state.params, moved.params)
     np.testing.assert_allclose(found, np.concatenate(jax.tree.leaves(wanted)), atol=2e-6)
     assert float(jnp.linalg.norm(found)) > 0.01
