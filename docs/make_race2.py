@@ -22,9 +22,9 @@ from oarjax.stats import detectable_effect
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
 TASKS = {
-    "race2_forks_copy": ("forks, copy", 24),
-    "race2_forks_echo": ("forks, echo", 24),
-    "race2_forks_uneven": ("forks, uneven", 24),
+    "race2_forks_copy": ("forks, copy", 32),
+    "race2_forks_echo": ("forks, echo", 32),
+    "race2_forks_uneven": ("forks, uneven", 32),
     "race2_stories": ("stories", 12),
     "race2_demo": ("demo", 16),
 }
