@@ -200,9 +200,9 @@ def evaluate(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated.", show_default=False)] = None,
-    k: Annotated[int | None, typer.Option(help="Samples per problem.", min=1, show_default="1")] = None,
+    k: Annotated[int | None, typer.Option(help="Samples per problem.", min=1, show_default="1; the run's")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more")
+        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more; the run's")
     ] = None,
     family: Family = None,
     prompt: Annotated[

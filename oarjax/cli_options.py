@@ -56,7 +56,8 @@ TRUST_HELP = "Run the Python code that the run's files name, even if it is not k
 EVALUATE_HELP = (
     "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
     "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
-    "(.jsonl, .parquet) or hub dataset; without --data, a run's held-out problems. Writes results.json, and "
+    "(.jsonl, .parquet) or hub dataset; without --data, a run's held-out problems. Of a run, these and files are asked "
+    "with its prompt, lengths, sampling and rewards, unless an option says otherwise. Writes results.json, and "
     "samples.jsonl with every sample; the same command resumes a stopped evaluation."
 )
 

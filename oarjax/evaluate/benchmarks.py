@@ -6,7 +6,7 @@ Nothing here is read or downloaded before it is asked for.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Benchmark:
     max_new: int = 3072  # with prompts of up to 1024 tokens, Qwen2.5-Math's 4096 positions
     settings: dict[str, Any] = field(default_factory=dict)  # further config fields, by their path
     prompt: str | None = None  # the one template that fits it; None = by the policy's family
+    named: bool = True  # False: a file or dataset of the user's own
 
 
 BENCHMARKS = {
@@ -166,7 +167,7 @@ def _read_name(text: str) -> Asked:
     benchmark = BENCHMARKS[name] if sep else Benchmark({})
     return Asked(
         name if sep else Path(source).stem,
-        Benchmark({"source": source}, max_new=benchmark.max_new, settings=benchmark.settings, prompt=benchmark.prompt),
+        replace(benchmark, data={"source": source}, named=bool(sep)),
     )
 
 

@@ -20,7 +20,15 @@ from oarjax.config.section import flatten
 from oarjax.data.streams import Encoded
 from oarjax.errors import ConfigError
 from oarjax.evaluate.benchmarks import Asked, read_names
-from oarjax.evaluate.fields import batch_of, config_of, config_tree, own_problems, sampling_preset, with_batch
+from oarjax.evaluate.fields import (
+    as_run_asks,
+    batch_of,
+    config_of,
+    config_tree,
+    own_problems,
+    sampling_preset,
+    with_batch,
+)
 from oarjax.evaluate.results import INTERVALS, benchmark_result, compare, print_comparison, print_results, read_result
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import Target, find_target, load_target, weights_digest
@@ -97,6 +105,7 @@ def run(
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     found = find_target(target)
     asked = [own_problems(found, target)] if data is None else read_names(data)
+    asked = [as_run_asks(found, each, prompt) for each in asked]
     preset = sampling_preset(family)
     folder = out or _folder(target, found, asked, k, temperature, family)
     trees = [

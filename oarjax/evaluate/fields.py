@@ -34,16 +34,28 @@ def own_problems(target: Target, text: str) -> Asked:
     """Ask a run's own held-out problems as the run asks them."""
     if target.cfg is None or target.cfg.data.eval is None:
         raise ConfigError(f"--data: {text} is not a run with held-out problems; give names of benchmarks or files")
+    return _as_run(target, OWN, target.cfg.data.eval.model_dump(mode="json"))
+
+
+def as_run_asks(target: Target, asked: Asked, prompt: str) -> Asked:
+    """Ask a run's policy the problems of a file as the run asks its own, unless --prompt says how."""
+    if target.cfg is None or asked.benchmark.named or prompt != "auto":
+        return asked
+    own = target.cfg.data.eval or target.cfg.data.train
+    columns = {} if own.source.startswith("builtin:") else {"prompt_field", "answer_field"} & own.model_fields_set
+    source = {name: getattr(own, name) for name in ("system_prompt", *columns)}
+    return _as_run(target, asked.name, source | asked.benchmark.data)
+
+
+def _as_run(target: Target, name: str, source: dict[str, Any]) -> Asked:
     cfg = target.cfg
-    fields = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
-    tree = {
-        name: value for name, value in flatten(cfg.model_dump(mode="json")).items() if name.startswith(tuple(fields))
-    }
+    assert cfg is not None
+    fields = tuple(name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit.")))
+    tree = {path: value for path, value in flatten(cfg.model_dump(mode="json")).items() if path.startswith(fields)}
     of_eval = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    tree |= {"seed": cfg.seed, **{f"eval.{name}": getattr(cfg.eval, name) for name in of_eval}}
-    source = cfg.data.eval.model_dump(mode="json") if cfg.data.eval else {}
-    settings = {name: value for name, value in tree.items() if not name.startswith("data.eval.")}
-    return Asked(OWN, Benchmark(source, max_new=cfg.rollout.max_new, settings=settings, prompt="own"))
+    tree |= {"seed": cfg.seed, **{f"eval.{each}": getattr(cfg.eval, each) for each in of_eval}}
+    settings = {path: value for path, value in tree.items() if not path.startswith("data.eval.")}
+    return Asked(name, Benchmark(source, max_new=cfg.rollout.max_new, settings=settings, prompt="own"))
 
 
 def config_tree(

@@ -22,6 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from oarjax.config.inputs import BUILTIN_POLICIES
 from oarjax.config.schema import Config
 from oarjax.credit.record import MEASURES
 from oarjax.report.files import Metrics, make_console, short, visible
@@ -426,11 +427,12 @@ def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
     rewards = [r.name if r.weight == 1 else f"{r.weight:g} x {r.name}" for r in cfg.grading.rewards]
     updates = cfg.update.epochs * cfg.update.minibatches
     kl = f", KL {loss.kl_beta:g}" if loss.kl_beta else ""
+    unlearned = ", random weights: no warm start" if cfg.sft is None and cfg.policy.path in BUILTIN_POLICIES else ""
     weighs = cfg.credit.method != "uniform"
     ess = "; ESS: share of the reasoning that its weights use, 1 if all tokens weigh alike" if weighs else ""
     lines = {
         "device": f"{facts['device']}, mesh {facts['mesh']}",
-        "policy": facts["policy"],
+        "policy": f"{facts['policy']}{unlearned}",
         "trains": f"{facts['trains']}, computes in {facts['computes in']}",
         "data": f"{facts['train']}; held out: {facts['held out']}",
         "warm start": None if cfg.sft is None else f"{cfg.sft.steps} steps of {cfg.sft.batch} pairs",

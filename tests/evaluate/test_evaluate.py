@@ -196,6 +196,10 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     assert last["pass_at_1"] > 0
     for figure, metric in (("pass@3", "pass_at_k"), ("maj@3", "maj_at_k")):
         np.testing.assert_allclose(own["figures"][figure]["value"], last[metric])
+    rows = [{"problem": p.prompt, "answer": p.answer} for p in load_problems(DatasetConfig(**tree["data"]["eval"]))]
+    (tmp_path / "same.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    as_file = oarjax_json("evaluate", run, "--data", tmp_path / "same.jsonl", "grading.workers=1", "eval.batch=7")
+    assert as_file["benchmarks"]["same"]["figures"] == own["figures"]
     assert finished(run / "checkpoints")[2]["score"] == last["maj_at_k"]
     np.testing.assert_allclose(own["length"], last["eval/length"])
     np.testing.assert_allclose(own["truncated"], last["eval/truncated"])
