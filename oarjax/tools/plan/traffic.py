@@ -91,6 +91,9 @@ def _read(program: HloProgram, users: dict[str, list[Instruction]], parameter: I
             total += _size(reader.type)
         elif reader.opcode == "fusion" and (called := reader.called("calls")):
             inside = program.computations[called]
+            if _through(inside, next(i for i in inside.values() if i.root), "parameter").opcode == "parameter":
+                total += _read(program, users, reader)  # in another layout: as far as that is read
+                continue
             users_within = _users(inside)
             places = [at for at, operand in enumerate(reader.operands) if operand == name]
             within = [p for p in inside.values() if p.opcode == "parameter" and int(p.value) in places]

@@ -26,6 +26,18 @@ PROGRAM = """%sliced (p.0: f32[7,64], p.1: s32[], p.2: f32[64]) -> f32[64] {
   ROOT %negate.1 = f32[1,64]{1,0} negate(%fusion.1)
 }
 
+%laid (l.0: f32[7,64]) -> f32[7,64] {
+  %l.0 = f32[7,64]{1,0:T(8,128)} parameter(0)
+  ROOT %copy.1 = f32[7,64]{1,0:T(4,128)} copy(%l.0)
+}
+
+%relaid (r.0: f32[7,64], r.1: s32[]) -> f32[1,64] {
+  %r.0 = f32[7,64]{1,0:T(8,128)} parameter(0)
+  %r.1 = s32[] parameter(1)
+  %fusion.2 = f32[7,64]{1,0:T(4,128)} fusion(%r.0), kind=kLoop, calls=%laid
+  ROOT %slice.3 = f32[1,64]{1,0} dynamic-slice(%fusion.2, %r.1), dynamic_slice_sizes={1,64}
+}
+
 %written (p.3: f32[7,64], p.4: f32[64], p.5: s32[]) -> f32[7,64] {
   %p.3 = f32[7,64]{1,0} parameter(0)
   %p.4 = f32[64]{0} parameter(1)
@@ -62,6 +74,7 @@ def passed(*lines):
         ("ROOT %r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 * 2 + 4),  # a row; i; result
         ("ROOT %r = f32[64]{0:T(256)S(1)} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 + 4),
         ("ROOT %r = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested", 64 * 4 * 2 + 4),  # a row of a stack
+        ("ROOT %r = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%relaid", 64 * 4 * 2 + 4),  # in another layout
         ("ROOT %r = f32[7,64]{1,0} fusion(%a, %near, %i), kind=kLoop, calls=%written", 64 * 4 * 2 + 4),  # in place
         ("ROOT %r = f32[7,64]{0,1} copy(%a)", 2 * 7 * 64 * 4),  # another layout
         ("ROOT %r = (f32[7,64]{1,0:S(1)}, f32[7,64]{1,0}, u32[]{:S(2)}) copy-start(%a)", 7 * 64 * 4),
