@@ -31,7 +31,10 @@ def scaled(plan: dict[str, Any], cfg: Config, now: Config, model: QwenConfig, *,
     shapes = [shapes_of(each) for each in (cfg, now)]
     rows = [rollout_plan(s, c.rollout, blocks=plan["chips"] // tensor) for s, c in zip(shapes, (cfg, now))]
     sizes = {"chips": plan["chips"], "tensor": tensor}
-    before, after = (read_bytes(model, s, **sizes, slots=mean_slots(r)) for s, r in zip(shapes, rows))
+    before, after = (
+        read_bytes(model, s, c.rollout, **sizes, slots=mean_slots(r, c.rollout.attention))
+        for s, c, r in zip(shapes, (cfg, now), rows)
+    )
     tokens = shapes[1].rows * shapes[1].completion / (shapes[0].rows * shapes[0].completion)
     phases = []
     for phase in plan["phases"]:
@@ -47,7 +50,8 @@ def scaled(plan: dict[str, Any], cfg: Config, now: Config, model: QwenConfig, *,
 
 def gain(plan: dict[str, Any], cfg: Config, model: QwenConfig, *, tensor: int) -> str:
     """Describe the best division of the plan's slice."""
-    weights = read_bytes(model, shapes_of(cfg)._replace(rows=0, prompts=0), chips=plan["chips"], tensor=tensor)
+    empty, sizes = shapes_of(cfg)._replace(rows=0, prompts=0), {"chips": plan["chips"], "tensor": tensor}
+    weights = read_bytes(model, empty, cfg.rollout, **sizes)
     found = overlap_of({"needs": {"weights": 0}} | plan, times_of(cfg.update), weights, tensor=tensor)
     return "none" if found is None else f"{found['gain']:.2f} with {found['chips']} chips that draw"
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32, Key, Real
 
 Params = Any
 """A plain pytree of arrays (nested dicts); only ``models/`` knows its content."""
@@ -271,12 +271,13 @@ class Window(NamedTuple):
 
 @struct.dataclass
 class DecodeCache:
-    """Keys (rotated) and values of every layer; ``valid`` and ``length`` as in ``KVCache``."""
+    """Keys (rotated) and values of every layer, or int8 and their steps; ``valid`` and ``length`` as in ``KVCache``."""
 
-    k: Float[Array, "L kv B h C"]
-    v: Float[Array, "L kv B C h"]
+    k: Real[Array, "L kv B h C"]
+    v: Real[Array, "L kv B C h"]
     valid: Bool[Array, "B C"]
     length: Int32[Array, ""]
+    steps: BFloat16[Array, "L kv B 2 C"] | None = None  # of a slot's keys, and of its values; None: not int8
     state: DeltaState | None = None  # of layers with delta nets; of the window's rows alone where there is a window
     window: Window | None = struct.field(pytree_node=False, default=None)  # None: all rows and slots
 

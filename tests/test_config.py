@@ -121,7 +121,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
         ("seed=[1", r"override 'seed=\[1': the value is not valid YAML; quote it"),
         (
             "rollout.group=16",
-            r"rollout.group: no such field \(did you mean group_size\?\); accepted: attention, cache_bucket",
+            r"rollout.group: no such field \(did you mean group_size\?\); accepted: attention, cache, cache_bucket",
         ),
         ("rolout.group_size=16", r"rolout: no such field \(did you mean rollout\?\); accepted: .*rollout, run_dir"),
         ("rollout=3", r"rollout: .*got 3"),

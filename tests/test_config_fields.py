@@ -291,6 +291,7 @@ def fields() -> dict[str, Field]:
             error="rollout.devices: 1, and there are 1 devices, of which one at least has to learn",
         ),
         "rollout.attention": Field("kernel", decode),
+        "rollout.cache": Field("int8", decode, {"loss.off_policy.weighting": "token_truncate"}),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
         "rollout.from": Field(["nowhere.jsonl"], command, error="rollout.from: expected a .jsonl or .parquet file"),

@@ -98,6 +98,11 @@ class RolloutConfig(Section):
         description="how a decode step reads the KV cache: plain reads all slots of a program, kernel (a TPU kernel) "
         "those that a row has written",
     )
+    cache: Literal["policy", "int8"] = Field(
+        default="policy",
+        description="numbers of the KV cache of training's rollouts; policy: the compute dtype, int8: rounded, which "
+        "loss.off_policy then corrects for; evaluations draw with policy, what is trained",
+    )
     prompt_bucket: Positive = Field(default=64, description="prompts are padded to a multiple of this many tokens")
     completion_bucket: Positive = Field(
         default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"

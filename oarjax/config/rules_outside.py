@@ -37,6 +37,8 @@ def check_outside(
     name, engine = rollout.outside, rollout.engine
     if name is None:
         return
+    if rollout.cache == "int8":
+        yield f"rollout.cache: int8, and {name} draws the rollouts; set policy"
     if (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0) and off.support != "sampled":
         yield (
             f"{name}: log-probs are those after rollout.top_k, top_p and min_p; set loss.off_policy.support=sampled, "

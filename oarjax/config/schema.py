@@ -83,11 +83,12 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _corrected(cls, tree: Any) -> Any:
-        """Correct for a sampler from outside, or an older policy, unless the config says otherwise."""
+        """Correct for a sampler from outside, a rounded cache or an older policy, unless the config says otherwise."""
         rollout, update = ((tree.get(name) if isinstance(tree, Mapping) else None) for name in ("rollout", "update"))
-        outside = isinstance(rollout, Mapping) and bool(rollout.get("engine") or rollout.get("from"))
+        other = rollout if isinstance(rollout, Mapping) else {}
+        differs = bool(other.get("engine") or other.get("from") or other.get("cache") == "int8")
         lags = isinstance(update, Mapping) and update.get("lag") not in (None, 0)
-        if not (outside or lags):
+        if not (differs or lags):
             return tree
         loss = tree.get("loss") or {}
         off = loss.get("off_policy") or {} if isinstance(loss, Mapping) else None

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Real
 
 BlockedKind = Literal["splash", "blocked", "cudnn"]
 AttentionKind = Literal["xla"] | BlockedKind
@@ -37,9 +37,10 @@ def attention_for(kind: Literal["auto"] | AttentionKind, mesh: Mesh) -> Attentio
 class Segment(NamedTuple):
     """Keys and values of R rows, heads first, shared by the G = B / R query rows r*G .. r*G + G-1."""
 
-    k: Float[Array, "kv R h M"]
-    v: Float[Array, "kv R M h"]
+    k: Real[Array, "kv R h M"]
+    v: Real[Array, "kv R M h"]
     mask: Bool[Array, "R #GN M"]  # True where a query may attend; G*N rows of queries, or 1 for all alike
+    steps: Float[Array, "kv R 2 M"] | None = None  # of int8 keys, and of values
 
     @staticmethod
     def of(k: Float[Array, "R M kv h"], v: Float[Array, "R M kv h"], mask: Bool[Array, "R #GN M"]) -> Segment:
@@ -52,7 +53,8 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
 
     Head i reads key head i // (heads / kv) (grouped-query attention). Scores, maxima and sums are in
     float32, or float64 where q is; matmul operands keep the dtype of q. A query without keys
-    gives 0. Scores are [B, heads, N, M] at once: no blocking.
+    gives 0. Scores are [B, heads, N, M] at once: no blocking. Steps of int8 keys and values multiply scores and
+    weights.
     """
     rows, new, heads, width = q.shape
     kv = segments[0].k.shape[0]
@@ -60,7 +62,7 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     scored = [_scores(q, s) for s in segments]
     # One common peak: the softmax does not depend on it, so no gradient flows through it.
     peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in scored]))
-    parts = [_weighted_values(scores, peak, s) for (scores, _), s in zip(scored, segments)]
+    parts = [_weighted_values(scores, peak, s, q.dtype) for (scores, _), s in zip(scored, segments)]
     total = reduce(jnp.add, [weight for weight, _ in parts])
     out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
@@ -72,8 +74,8 @@ def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable
     new = valid.shape[1]
     causal = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
 
-    def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
-        earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks))
+    def mix(stored: Sequence[tuple[Array, ...]], q: Array, k: Array, v: Array) -> Array:
+        earlier = tuple(Segment(k, v, mask, *steps) for (k, v, *steps), mask in zip(stored, masks))
         return attend(q.astype(k.dtype), (*earlier, Segment.of(k, v, causal)))
 
     return mix
@@ -85,21 +87,26 @@ def _scores(
     """Compute the scores of one segment, lowest where masked, and their maximum per query."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     folded = _fold(q, segment.k.shape[1])
-    scores = _matmul(folded, segment.k, accumulate)
-    scores = scores * jnp.asarray(q.shape[-1] ** -0.5, accumulate)
+    scores = _matmul(folded, segment.k.astype(q.dtype), accumulate)
+    scores = _in_steps(scores * jnp.asarray(q.shape[-1] ** -0.5, accumulate), segment, 0)
     scores = jnp.where(segment.mask[None, :, None], scores, jnp.finfo(accumulate).min)
     return scores, _unfold(scores.max(-1), q.shape[1])
 
 
 def _weighted_values(
-    scores: Float[Array, "kv R g GN M"], peak: Float[Array, "kv B g N"], segment: Segment
+    scores: Float[Array, "kv R g GN M"], peak: Float[Array, "kv B g N"], segment: Segment, dtype: DTypeLike
 ) -> tuple[Float[Array, "kv B g N"], Float[Array, "kv B g N h"]]:
-    """Compute the sum of exp(score - peak) and the values weighted with it."""
+    """Compute the sum of exp(score - peak) and the values weighted with it, in products of ``dtype``."""
     rows = peak.shape[1]
     weights = jnp.exp(scores - _fold(peak, scores.shape[1])[..., None])
     weights = jnp.where(segment.mask[None, :, None], weights, 0.0)
-    value = _matmul(weights.astype(segment.v.dtype), segment.v, scores.dtype)
+    value = _matmul(_in_steps(weights, segment, 1).astype(dtype), segment.v.astype(dtype), scores.dtype)
     return _unfold(weights.sum(-1), rows), _unfold(value, rows)
+
+
+def _in_steps(x: Float[Array, "kv R g GN M"], segment: Segment, of: int) -> Float[Array, "kv R g GN M"]:
+    """Multiply by the steps of a segment's keys, ``of`` 0, or values, 1, if they are int8."""
+    return x if segment.steps is None else x * segment.steps[:, :, of, None, None].astype(x.dtype)
 
 
 def _matmul(

@@ -3,7 +3,8 @@
 Plain attention of a decode step (``attention.attend``) reads every slot of a program's window, of every row. The
 kernel reads, by copies of its own from HBM, the blocks of 128 slots that a row's range covers, and nothing of rows
 that draw no token. It takes the cache as it lies, [L kv B h C] and [L kv B C h] of all layers: nothing is sliced or
-copied before. On TPUs it is compiled, elsewhere Pallas' interpreter runs it, for tests.
+copied before. int8 blocks become operands of products in VMEM; their steps scale scores and weights. On TPUs it is
+compiled, elsewhere Pallas' interpreter runs it, for tests.
 
 A range is the first slot and the one behind the last: prompts are padded on the left, rows write from the slot where
 they began to the one where they ended. Prompts that several rows share are read once for all of them.
@@ -32,9 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, Real
 
-from oarjax.models.decode_cache import written
+from oarjax.models.decode_cache import SLOT_AXES, each_array, written
 from oarjax.models.precision import precision_of
 from oarjax.types import DecodeCache
 
@@ -76,7 +77,7 @@ def padded(cache: DecodeCache) -> DecodeCache:
     def pad(x: Array, axis: int) -> Array:
         return jnp.pad(x, [(0, more if at == axis else 0) for at in range(x.ndim)])
 
-    return replace(cache, k=pad(cache.k, 4), v=pad(cache.v, 3), valid=pad(cache.valid, 1))
+    return replace(cache, **each_array(cache, pad), valid=pad(cache.valid, 1))
 
 
 def kernel_problem(kv: int, width: int, dtype: DTypeLike, mesh: Mesh | None) -> str | None:
@@ -144,9 +145,9 @@ def _rows(store: DecodeCache) -> int:
 
 
 def _row_bytes(kv: int, width: int, dtype: DTypeLike) -> int:
-    """Count the bytes of one row's block, keys and values, as VMEM holds them."""
-    lanes = -(-width // SLOTS) * SLOTS
-    return kv * SLOTS * (width + lanes) * jnp.dtype(dtype).itemsize
+    """Count the bytes of one row's block, keys, values and steps of int8, as VMEM holds them."""
+    lanes, steps = -(-width // SLOTS) * SLOTS, 2 * 2 if jnp.dtype(dtype) == jnp.int8 else 0
+    return kv * SLOTS * ((width + lanes) * jnp.dtype(dtype).itemsize + steps)
 
 
 def tile_rows(rows: int, kv: int, width: int, dtype: DTypeLike) -> int:
@@ -203,6 +204,7 @@ def _read(
     heads = HEADS if HEADS in mesh.axis_names else None
     cache, queries = PartitionSpec(None, heads, row), PartitionSpec(heads, row)
     own, held, parts = _rows(store), store.valid.shape[0], _parts(mesh)
+    arrays = [*each_array(store, lambda x, _: x).values()]
     blocks = 1 if window is None or own == held else window.blocks // parts
     on_device = partial(
         device_kernel,
@@ -214,20 +216,20 @@ def _read(
     divided = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(row), queries, cache, cache),
+        in_specs=(PartitionSpec(), PartitionSpec(row), queries, *[cache] * len(arrays)),
         out_specs=queries,
         check_vma=False,
     )
-    return divided(jnp.reshape(number, (1,)).astype(jnp.int32), plan, q, store.k, store.v)
+    return divided(jnp.reshape(number, (1,)).astype(jnp.int32), plan, q, *arrays)
 
 
 def device_kernel(
     number: Int32[Array, "1"],
     plan: Schedule,
     q: Float[Array, "kv R n h"],
-    k: Float[Array, "L kv B h C"],
-    v: Float[Array, "L kv B C h"],
-    *,
+    k: Real[Array, "L kv B h C"],
+    v: Real[Array, "L kv B C h"],
+    *steps: Float[Array, "L kv B 2 C"],
     name: str,
     span: int,
     stride: int,
@@ -235,6 +237,7 @@ def device_kernel(
 ) -> tuple[Float[Array, "kv R n h"], Float[Array, "kv R n 128"]]:
     """Read the cache for one device's rows: row r of the queries is row r // span * stride + r % span of the cache."""
     kv, rows, queries, width = q.shape
+    arrays, blocks_of = (k, v, *steps), ((width, SLOTS), (SLOTS, width), (2, SLOTS))
     count = plan.first.shape[0] - 1
     tile = rows // count
     size = tile * _row_bytes(kv, width, k.dtype)
@@ -242,7 +245,9 @@ def device_kernel(
     together = max(n for n in range(1, tile + 1) if tile % n == 0 and (n == 1 or kv * n * -(-queries // 8) <= 16))
     cores = 2 if count % 2 == 0 else 1
 
-    def kernel(number, start, end, first, tiles, blocks, q, k, v, out, stats, totals, k_buffer, v_buffer, arrived):
+    def kernel(number, start, end, first, tiles, blocks, q, *refs):
+        n = len(arrays)
+        stored, (out, stats, totals), buffers, arrived = refs[:n], refs[n : n + 3], refs[n + 3 : -1], refs[-1]
         core, step = pl.program_id(0), pl.program_id(1)
         each = count // cores
         at = core * each + step
@@ -262,8 +267,8 @@ def device_kernel(
 
                 @pl.when((start[row] < (block + 1) * SLOTS) & (end[row] > block * SLOTS))
                 def _():
-                    sources = k.at[number[0], :, here, :, slots], v.at[number[0], :, here, slots, :]
-                    for source, buffer in zip(sources, (k_buffer, v_buffer)):
+                    for ref, buffer, axis in zip(stored, buffers, SLOT_AXES.values()):
+                        source = ref.at[(number[0], slice(None), here, *[slice(None)] * (axis - 3), slots)]
                         do(pltpu.make_async_copy(source, buffer.at[slot, :, j], arrived.at[slot]))
 
                 return carry
@@ -275,7 +280,8 @@ def device_kernel(
 
         @pl.when(step == 0)
         def _():
-            v_buffer[...] = jnp.zeros_like(v_buffer)  # what no copy fills has weight 0, and must be a number
+            # What no copy fills has weight 0, and must be a number: of int8 it is, but its steps need not be.
+            buffers[-1][...] = jnp.zeros_like(buffers[-1])
             for n in range(depth - 1):
                 ahead(begin + n)
 
@@ -291,8 +297,8 @@ def device_kernel(
                 part = pl.ds(low, together)
                 own = [at * tile + low + j for j in range(together)]
                 seen = jnp.concatenate([(slots >= start[row]) & (slots < end[row]) for row in own], axis=1)
-                new = k_buffer[slot, :, part], v_buffer[slot, :, part]
-                joined = _joined(q[:, part], out[:, part], stats[:, part], totals[:, part], *new, seen)
+                new = [buffer[slot, :, part] for buffer in buffers]
+                joined = _joined(q[:, part], out[:, part], stats[:, part], totals[:, part], seen, *new)
                 for ref, x in zip((out, stats, totals), joined):
                     ref[:, part] = x
             return carry
@@ -308,12 +314,11 @@ def device_kernel(
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=6,
         grid=(cores, count // cores),
-        in_specs=[by_tile(queries, width), everywhere, everywhere],
+        in_specs=[by_tile(queries, width), *[everywhere] * len(arrays)],
         out_specs=[by_tile(queries, width), by_tile(queries, SLOTS)],
         scratch_shapes=[
             pltpu.VMEM((kv, tile, queries, SLOTS), jnp.float32),
-            pltpu.VMEM((depth, kv, tile, width, SLOTS), k.dtype),
-            pltpu.VMEM((depth, kv, tile, SLOTS, width), v.dtype),
+            *(pltpu.VMEM((depth, kv, tile, *size), x.dtype) for x, size in zip(arrays, blocks_of)),
             pltpu.SemaphoreType.DMA((depth,)),
         ],
     )
@@ -326,7 +331,7 @@ def device_kernel(
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
     )
-    value, stats = call(number, plan.start, plan.end, plan.first, plan.tiles, plan.blocks, q, k, v)
+    value, stats = call(number, plan.start, plan.end, plan.first, plan.tiles, plan.blocks, q, *arrays)
     return value, stats
 
 
@@ -335,9 +340,10 @@ def _joined(
     value: Float[Array, "kv r n h"],
     top: Float[Array, "kv r n 128"],
     total: Float[Array, "kv r n 128"],
-    k: Float[Array, "kv r h 128"],
-    v: Float[Array, "kv r 128 h"],
     seen: Bool[Array, "#kv r #n 128"],
+    k: Real[Array, "kv r h 128"],
+    v: Real[Array, "kv r 128 h"],
+    *steps: Float[Array, "kv r 2 128"],
 ) -> tuple[Float[Array, "kv r n h"], Float[Array, "kv r n 128"], Float[Array, "kv r n 128"]]:
     """Add a block of some rows to their running softmax: weighted values, maximum in every lane, sums by lane."""
     width = q.shape[-1]
@@ -348,9 +354,13 @@ def _joined(
         out = jax.lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), **options)
         return out.reshape(*a.shape[:3], b.shape[-1])
 
-    scores = jnp.where(seen, product(q, k) * width**-0.5, LOWEST)
+    def in_steps(x: Array, of: int) -> Array:
+        return x * steps[0][:, :, of : of + 1].astype(x.dtype) if steps else x
+
+    scores = jnp.where(seen, in_steps(product(q, k.astype(q.dtype)) * width**-0.5, 0), LOWEST)
     after = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights = jnp.where(seen, jnp.exp(scores - after), 0.0)
     scale = jnp.exp(top - after)
     wide = scale[..., :width] if width <= SLOTS else jnp.concatenate([scale] * (width // SLOTS), axis=-1)
-    return value * wide + product(weights.astype(v.dtype), v), after, total * scale + weights
+    added = product(in_steps(weights, 1).astype(q.dtype), v.astype(q.dtype))
+    return value * wide + added, after, total * scale + weights

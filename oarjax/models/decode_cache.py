@@ -4,10 +4,14 @@ A rollout has one such cache, of its most rows and slots. A decode program reads
 block and the first slots, its window; between programs rows move within the cache. So nothing of its size is copied:
 a step's scores are [kv, rows, queries, C], one product per key head and row, and compilers want keys as [kv B h C] and
 values as [kv B C h] for them.
+
+Keys and values may be int8, with a step per layer, key head, row and slot: see ``rounded``. They are never multiplied
+out: a step scales the scores by the keys' steps, and the weights by the values'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +23,39 @@ from jaxtyping import Array, Bool, Float, Int
 from oarjax.types import DecodeCache, HybridCache, KVCache, Window
 
 Cache = KVCache | DecodeCache
+SLOT_AXES = {"k": 4, "v": 3, "steps": 4}
+"""Axis of the slots in the arrays of a ``DecodeCache``; their rows are axis 2."""
 
 
-def heads_first(cache: KVCache) -> DecodeCache:
-    """Return the same keys and values in the order of a decode step."""
+def each_array(cache: DecodeCache, change: Callable[[Array, int], Array]) -> dict[str, Array]:
+    """Apply ``change`` to keys, values and steps, each with its axis of slots."""
+    held = {name: (getattr(cache, name), axis) for name, axis in SLOT_AXES.items()}
+    return {name: change(x, axis) for name, (x, axis) in held.items() if x is not None}
+
+
+def rounded(k: Float[Array, "L kv b h N"], v: Float[Array, "L kv b N h"]) -> dict[str, Any]:
+    """Round keys and values to int8: ``k``, ``v`` and ``steps`` of a ``DecodeCache``.
+
+    A step is the largest of the h numbers of a head / 127, in bfloat16. It is rounded before it divides them, so that
+    a number is off by half of it at most: by 1 / 253 of the largest.
+    """
+
+    def one(x: Array, axis: int) -> tuple[Array, Array]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # Compilers may leave out casts to bfloat16 and back, but not this.
+        step = jax.lax.reduce_precision(jnp.max(jnp.abs(wide), axis, keepdims=True) / 127, 8, 7)
+        return jnp.round(wide / jnp.where(step == 0, 1, step)).astype(jnp.int8), step.astype(jnp.bfloat16)
+
+    (k, of_keys), (v, of_values) = one(k, 3), one(v, 4)
+    return {"k": k, "v": v, "steps": jnp.concatenate([of_keys, of_values.swapaxes(3, 4)], axis=3)}
+
+
+def heads_first(cache: KVCache, *, int8: bool = False) -> DecodeCache:
+    """Return the same keys and values, or int8, in the order of a decode step."""
     state = cache.state if isinstance(cache, HybridCache) else None
     k, v = cache.k.transpose(0, 3, 1, 4, 2), cache.v.transpose(0, 3, 1, 2, 4)
-    return DecodeCache(k, v, cache.valid, cache.length, state)
+    arrays: dict[str, Any] = rounded(k, v) if int8 else {"k": k, "v": v}
+    return DecodeCache(**arrays, valid=cache.valid, length=cache.length, state=state)
 
 
 def opened(cache: DecodeCache, window: Window) -> DecodeCache:
@@ -41,8 +71,8 @@ def closed(cache: DecodeCache, part: DecodeCache) -> DecodeCache:
     return replace(part, state=jax.tree.map(write, cache.state, part.state), window=None)
 
 
-def layer(cache: DecodeCache, number: Int[Array, ""]) -> tuple[Float[Array, "kv b h c"], Float[Array, "kv b c h"]]:
-    """Read one layer's keys and values of the window's rows and slots."""
+def layer(cache: DecodeCache, number: Int[Array, ""]) -> tuple[Array, ...]:
+    """Read one layer's keys [kv b h c], values [kv b c h] and steps [kv b 2 c], if any, of the window's slots."""
     window = cache.window
 
     def read(x: Array, axis: int) -> Array:
@@ -55,7 +85,7 @@ def layer(cache: DecodeCache, number: Int[Array, ""]) -> tuple[Float[Array, "kv 
         part = jax.lax.dynamic_slice(split, (number, *[zero] * (split.ndim - 1)), sizes)
         return part.reshape(part.shape[1], -1, *part.shape[4:])
 
-    return read(cache.k, 4), read(cache.v, 3)
+    return tuple(each_array(cache, read).values())
 
 
 def written(cache: KVCache | DecodeCache) -> Bool[Array, "b c"]:
@@ -71,6 +101,7 @@ def append(
 ) -> DecodeCache:
     """Write all layers' new keys and values behind those that are there, touching no other slot."""
     window = cache.window or Window(1, valid.shape[0], cache.valid.shape[1])
+    new = {"k": k, "v": v} if cache.steps is None else rounded(k, v)
 
     def write(x: Array, new: Array, rows: int, slots: int) -> Array:
         split, at = _blocks(x, rows, window), [jnp.zeros_like(cache.length)] * (x.ndim + 1)
@@ -79,8 +110,7 @@ def append(
 
     return replace(
         cache,
-        k=write(cache.k, k, 2, 4),
-        v=write(cache.v, v, 2, 3),
+        **{name: write(getattr(cache, name), x, 2, SLOT_AXES[name]) for name, x in new.items()},
         valid=write(cache.valid, valid, 0, 1),
         length=cache.length + valid.shape[1],
     )
@@ -90,8 +120,7 @@ def take_rows(cache: DecodeCache, rows: Int[Array, "*D r"]) -> DecodeCache:
     """Return some rows of a cache as another one, as ``policy.take_rows`` does."""
     return replace(
         cache,
-        k=taken(cache.k, rows, axis=2),
-        v=taken(cache.v, rows, axis=2),
+        **each_array(cache, lambda x, _: taken(x, rows, axis=2)),
         valid=taken(cache.valid, rows, axis=0) & (rows.reshape(-1) >= 0)[:, None],
         state=jax.tree.map(lambda x: taken(x, rows, axis=1), cache.state),
     )
@@ -101,8 +130,7 @@ def move(cache: DecodeCache, rows: Int[Array, "D R"], drop: Int[Array, ""] | Non
     """Move rows within a cache, as ``policy.move_rows`` does."""
     return replace(
         cache,
-        k=moved(cache.k, rows, drop, axis=2, slots=4),
-        v=moved(cache.v, rows, drop, axis=2, slots=3),
+        **each_array(cache, lambda x, slots: moved(x, rows, drop, axis=2, slots=slots)),
         state=jax.tree.map(lambda x: moved(x, rows, None, axis=1), cache.state),
         **moved_marks(cache, rows, drop),
     )

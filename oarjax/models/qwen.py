@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from oarjax.models import decode_cache, policy
 from oarjax.models.attention import AttentionKind, segment_mixer
 from oarjax.models.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
-from oarjax.models.decode_cache import Cache, DecodeCache, Window, written
+from oarjax.models.decode_cache import Cache, DecodeCache, Window, each_array, written
 from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
@@ -47,6 +47,7 @@ def make_policy(
     adapter_scale: float = 1.0,
     experts: ExpertsKind = "grouped",
     decode: DecodeKind = "plain",
+    int8: bool = False,
 ) -> Policy:
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
@@ -74,6 +75,8 @@ def make_policy(
             default grouped.
         decode: how decode steps of one token attend to caches, ``plain`` or with the TPU kernel of
             ``models.decode_attention``, which reads each row as far as it is written; default plain.
+        int8: decoding rounds keys and values to int8 in its caches, see ``models.decode_cache``; default False: they
+            have the compute dtype.
 
     Raises:
         ValueError: another than xla or plain without a mesh, in float64, or on a mesh whose "tensor" axis does not
@@ -224,21 +227,24 @@ def make_policy(
         return place_cache(HybridCache(**empty, state=state))
 
     def place_cache(cache: Any) -> Any:
-        by_head = isinstance(cache, DecodeCache)
-        axes = (None, "tensor", ROWS, None, None) if by_head else (None, ROWS, None, "tensor", None)
-        k, v = (place(x, *axes) for x in (cache.k, cache.v))
-        cache = replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
+        if isinstance(cache, DecodeCache):
+            arrays = each_array(cache, lambda x, _: place(x, None, "tensor", ROWS, None, None))
+        else:
+            arrays = {name: place(getattr(cache, name), None, ROWS, None, "tensor", None) for name in ("k", "v")}
+        cache = replace(cache, **arrays, valid=place(cache.valid, ROWS, None))
         if getattr(cache, "state", None) is None:
             return cache
         return replace(cache, state=jax.tree.map(lambda x: place(x, None, ROWS, *[None] * (x.ndim - 2)), cache.state))
 
     def init_rows(rows: int, slots: int) -> Any:
-        kv, width = cfg.num_key_value_heads, cfg.head_dim
         slots = padded_slots(slots) if decode == "kernel" else slots
+        heads, width = (len(cfg.attention_layers), cfg.num_key_value_heads, rows), cfg.head_dim
+        numbers = jnp.int8 if int8 else compute
         return place_cache(
             DecodeCache(
-                k=jnp.zeros((len(cfg.attention_layers), kv, rows, width, slots), compute),
-                v=jnp.zeros((len(cfg.attention_layers), kv, rows, slots, width), compute),
+                k=jnp.zeros((*heads, width, slots), numbers),
+                v=jnp.zeros((*heads, slots, width), numbers),
+                steps=jnp.zeros((*heads, 2, slots), jnp.bfloat16) if int8 else None,
                 valid=jnp.zeros((rows, slots), bool),
                 length=jnp.zeros((), jnp.int32),
                 state=empty_state(cfg.delta, len(cfg.delta_layers), rows, dtype=stream) if cfg.delta else None,
@@ -249,7 +255,7 @@ def make_policy(
         return place_cache(decode_cache.closed(cache, part))
 
     def as_prefix(cache: KVCache) -> DecodeCache:
-        prefix = decode_cache.heads_first(cache)
+        prefix = decode_cache.heads_first(cache, int8=int8)
         return place_cache(padded(prefix) if decode == "kernel" else prefix)
 
     def take_rows(cache: DecodeCache, rows: Array) -> DecodeCache:
@@ -373,8 +379,8 @@ def _by_layer(cache: Cache) -> Any:
     return jnp.arange(cache.k.shape[0]) if isinstance(cache, DecodeCache) else (cache.k, cache.v)
 
 
-def _heads_first(cache: Cache, of: Any) -> tuple[Float[Array, "kv B h C"], Float[Array, "kv B C h"]]:
-    """Return a layer's keys and values of a cache, of which the scan gave ``of``."""
+def _heads_first(cache: Cache, of: Any) -> tuple[Array, ...]:
+    """Return a layer of a cache, of which the scan gave ``of``, as ``decode_cache.layer`` does."""
     if isinstance(cache, DecodeCache):
         return decode_cache.layer(cache, of)
     k, v = of

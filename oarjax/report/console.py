@@ -288,7 +288,7 @@ WARNINGS = (
         above,
         0.05,
         "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
-        "loss.off_policy=tis, or policy.compute_dtype=float32",
+        "loss.off_policy=tis, policy.compute_dtype=float32, or rollout.cache=policy",
     ),
     Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LOWER}", "loss"),
     Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LOWER}", "gradient"),

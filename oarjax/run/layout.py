@@ -153,7 +153,7 @@ def rollout_layout(
     """
     sampling = rollout_mesh(mesh, tensor=rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
-    policy = bind_policy(settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
+    bound = partial(bind_policy, settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
     compute = compute_dtype_of(settings, sampling)
     before = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)
@@ -170,7 +170,9 @@ def rollout_layout(
         return sampling_params(model, cast, kv_heads=wide.num_key_value_heads, dtype=compute)
 
     rows = NamedSharding(sampling, batch_spec(sampling.shape))
-    return RolloutLayout(policy=policy, prepare=prepare, params=after, rows=rows)
+    rounds = rollout.cache == "int8"
+    policies = {"policy": bound(int8=rounds), "evaluated": bound() if rounds else None}
+    return RolloutLayout(**policies, prepare=prepare, params=after, rows=rows)
 
 
 def _constrained(old: Any, new: Any, sharding: NamedSharding) -> Any:

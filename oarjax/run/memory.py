@@ -41,6 +41,8 @@ HELPS: dict[Phase, tuple[str, ...]] = {
 def remedy(phase: Phase, cfg: Config) -> str:
     """Suggest what to change if a phase of this run does not fit."""
     remedies = list(HELPS[phase])
+    if phase == "sample" and cfg.rollout.cache == "policy":
+        remedies.append("rollout.cache=int8")
     if phase in ("update", "fused") and cfg.policy.remat != "full":
         remedies.append("policy.remat=full")
     if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32" and not cfg.optim.function:

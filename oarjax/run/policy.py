@@ -18,7 +18,13 @@ from oarjax.models.qwen_config import QwenConfig
 
 
 def bind_policy(
-    cfg: PolicyConfig, model: QwenConfig, mesh: Mesh, *, adapter_scale: float, decode: DecodeKind = "plain"
+    cfg: PolicyConfig,
+    model: QwenConfig,
+    mesh: Mesh,
+    *,
+    adapter_scale: float,
+    decode: DecodeKind = "plain",
+    int8: bool = False,
 ) -> Policy:
     """Bind the policy of a run on this mesh. Reads only the kind of the devices."""
     return make_policy(
@@ -30,6 +36,7 @@ def bind_policy(
         adapter_scale=adapter_scale,
         experts=experts_for(mesh),
         decode=decode,
+        int8=int8,
     )
 
 

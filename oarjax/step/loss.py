@@ -176,9 +176,9 @@ def sampler_spread(logps: Float[Array, "B T"], batch: TrainBatch, *, off_policy:
 def token_loss(
     settings: LossConfig, rollout: RolloutConfig, *, lag: int, custom_loss: TokenLoss | None = None
 ) -> TokenLoss:
-    """Return the loss of tokens, with the metrics of ``sampler_spread`` where another policy may have drawn them."""
+    """Return the loss of tokens, with the metrics of ``sampler_spread`` unless the policy itself has drawn them."""
     of_tokens = custom_loss or bound_loss(settings, max_length=rollout.max_new)
-    if not (rollout.outside or lag):
+    if not (rollout.outside or rollout.cache == "int8" or lag):
         return of_tokens
 
     def measured(logps: Float[Array, "B T"], entropies: Float[Array, "B T"], batch: TrainBatch) -> tuple[Mean, Metrics]:

@@ -84,6 +84,7 @@ class RolloutLayout(NamedTuple):
     prepare: Callable[[Params], Params]  # from the training params; pure
     params: Any  # shardings of what ``prepare`` gives
     rows: Any  # of prompts and rollouts
+    evaluated: Policy | None = None  # in evaluations; None: ``policy``
 
 
 def make_optimizer(
@@ -174,7 +175,7 @@ def make_steps(
     )
     where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
     sampler = partial(group_sampler, rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
-    evaluation = partial(evaluation_sampler, rollout.policy, roll, cfg.eval, **where)
+    evaluation = partial(evaluation_sampler, rollout.evaluated or rollout.policy, roll, cfg.eval, **where)
     groups, further = sampler(), sampler(goes_on=True)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 
@@ -20,6 +21,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.tools.plan.hlo_text import parse
 from oarjax.tools.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices
 from oarjax.types import DecodeCache, PromptBatch, Window
 
@@ -47,11 +49,14 @@ def drawn(seed: int, rows: int, slots: int, length: int) -> np.ndarray:
     return (np.arange(slots) >= edges[:, :1]) & (np.arange(slots) < edges[:, 1:])
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-6), (jnp.bfloat16, 0.02)])
-def test_the_kernel_equals_plain_attention_over_random_ranges(dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "int8", "bound"), [(jnp.float32, False, 2e-6), (jnp.float32, True, 2e-6), (jnp.bfloat16, False, 0.02)]
+)
+def test_the_kernel_equals_plain_attention_over_random_ranges(dtype, int8, bound):
     """Of rows in a window and prompts that two rows share; bfloat16 rounds weights at another maximum."""
     keys = jax.random.split(jax.random.key(0), 5)
     stores = [cache(keys[0], ROWS // SHARE, PROMPT, dtype), cache(keys[1], HELD, SLOTS, dtype, window=WINDOW)]
+    stores = [s.replace(**decode_cache.rounded(s.k, s.v)) if int8 else s for s in stores]
     q, k, v = (
         jax.random.normal(key, (ROWS, 1, n, WIDTH)).astype(dtype) for key, n in zip(keys[2:], (KV * GROUP, KV, KV))
     )
@@ -119,9 +124,12 @@ FIELDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [None, 8])
-def test_a_sampler_with_the_kernel_draws_the_same(slots):
-    """Ragged rows that end by chance, leave the batch or take others' places, beyond a block of slots, in float32."""
+@pytest.mark.parametrize(("slots", "int8"), [(None, False), (8, False), (8, True)])
+def test_a_sampler_with_the_kernel_draws_the_same(slots, int8):
+    """Ragged rows that end by chance, leave the batch or take others' places, beyond a block of slots, in float32.
+
+    Where the two differ in a last bit, one of int8's numbers may round to its neighbour: in few rows.
+    """
     model, mesh = QwenConfig.from_hf(FIELDS), one_device("data", "tensor")
     params = init_params(model, jax.random.key(4), dtype=jnp.float32)
     how = Decoding(max_new=150, temperature=1.0, top_k=0, top_p=1.0, stop_ids=(3,), pad_id=0)
@@ -131,7 +139,7 @@ def test_a_sampler_with_the_kernel_draws_the_same(slots):
     keys = partial(group_keys, group_size=4)
 
     def sampler(decode, **options):
-        policy = make_policy(model, mesh=mesh, decode=decode)
+        policy = make_policy(model, mesh=mesh, decode=decode, int8=int8)
         return SegmentedSampler(policy, how, keys_of=keys, group=4, **options)
 
     plain = jax.device_get(sampler("plain").whole(params, batch, jax.random.key(2)))
@@ -140,7 +148,9 @@ def test_a_sampler_with_the_kernel_draws_the_same(slots):
     assert 0 < plain.ended.sum() < 12
     assert plain.completion.sum(1).max() > 128
     np.testing.assert_array_equal(kernel.tokens, plain.tokens)
-    np.testing.assert_allclose(kernel.behaviour_logps, plain.behaviour_logps, atol=2e-5)
+    off = np.abs(kernel.behaviour_logps - plain.behaviour_logps).max(axis=1)
+    assert off.max() < (2e-3 if int8 else 2e-5)
+    assert (off < 2e-5).mean() >= 0.5
 
 
 SHARDED = """
@@ -154,7 +164,8 @@ keys = jax.random.split(jax.random.key(0), 7)
 def store(a, b, rows, slots, length, window=None):
     k, v = jax.random.normal(a, (2, 2, rows, 64, slots)), jax.random.normal(b, (2, 2, rows, slots, 64))
     start = jnp.arange(rows)[:, None] * 7
-    return DecodeCache(k, v, jnp.arange(slots) >= start, jnp.int32(length), window=window)
+    arrays = {"k": k, "v": v} if window is None else decode_cache.rounded(k, v)  # one is float32, the other int8
+    return DecodeCache(**arrays, valid=jnp.arange(slots) >= start, length=jnp.int32(length), window=window)
 stores = [store(*keys[:2], 8, 128, 128), store(*keys[2:4], 32, 256, 200, Window(4, 4, 220))]
 q, k, v = (jax.random.normal(key, (16, 1, n, 64)) for key, n in zip(keys[4:], (4, 2, 2)))
 alive, n = jnp.arange(16)[:, None] % 5 > 0, jnp.int32(1)
@@ -178,11 +189,21 @@ def test_rows_and_heads_over_eight_devices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kv", "group", "width", "dtype"),
-    [("v5e:1x1", 1, 7, 128, "bfloat16"), ("v6e:1x1", 2, 4, 64, "bfloat16"), ("v5p:2x2x1", 2, 8, 256, "float32")],
+    ("name", "kv", "group", "width", "dtype", "decode", "int8"),
+    [
+        ("v5e:1x1", 1, 7, 128, "bfloat16", "kernel", False),
+        ("v6e:1x1", 2, 4, 64, "bfloat16", "kernel", True),
+        ("v5e:1x1", 2, 7, 128, "bfloat16", "kernel", True),
+        ("v5e:1x1", 2, 7, 128, "bfloat16", "plain", True),
+        ("v5p:2x2x1", 2, 8, 256, "float32", "kernel", False),
+        ("v5p:2x2x1", 2, 8, 256, "float32", "kernel", True),
+    ],
 )
-def test_decode_steps_with_the_kernel_are_compiled_and_copy_no_cache(name, kv, group, width, dtype, monkeypatch):
-    """The loop updates the caches of all layers in place, and the kernel reads them where they lie."""
+def test_decode_steps_are_compiled_and_copy_no_cache(name, kv, group, width, dtype, decode, int8, monkeypatch):
+    """The loop updates the caches of all layers in place and reads them where they lie; int8 is nowhere multiplied out.
+
+    Outside of what the compiler fuses no array of another type is as large as a layer's keys.
+    """
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     try:
@@ -193,7 +214,7 @@ def test_decode_steps_with_the_kernel_are_compiled_and_copy_no_cache(name, kv, g
 
     sizes = {"num_attention_heads": kv * group, "num_key_value_heads": kv, "head_dim": width}
     model = QwenConfig.from_hf(FIELDS | sizes)
-    policy = make_policy(model, mesh=mesh, decode="kernel", compute_dtype=dtype)
+    policy = make_policy(model, mesh=mesh, decode=decode, compute_dtype=dtype, int8=int8)
 
     def decoded(params, cache, prefix):
         """Three steps in a loop, of the first 8 rows of 16."""
@@ -219,7 +240,14 @@ def test_decode_steps_with_the_kernel_are_compiled_and_copy_no_cache(name, kv, g
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     names = re.findall(r"%(decode_attention_\w+)[.\d]* = .*custom-call\(", compiled.as_text())
-    assert sorted(names) == ["decode_attention_prompts", "decode_attention_rows"]
-    memory, held = compiled.memory_analysis(), 2 * 2 * 16 * kv * width * 1024 * jnp.dtype(dtype).itemsize
-    assert memory.alias_size_in_bytes >= held
-    assert memory.temp_size_in_bytes < held / 8
+    assert sorted(names) == (["decode_attention_prompts", "decode_attention_rows"] if decode == "kernel" else [])
+    number = "s8" if int8 else {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    keys, size = 16 * kv * width * shapes[1].k.shape[-1], jnp.dtype(dtype).itemsize
+    held = 2 * 2 * keys * (1 if int8 else size)
+    memory, program = compiled.memory_analysis(), parse(compiled.as_text())
+    assert held <= memory.alias_size_in_bytes < 1.1 * held
+    assert memory.temp_size_in_bytes < keys * size / 2
+    fused = {i.called("calls") for each in program.computations.values() for i in each.values()}
+    outside = [each for name, each in program.computations.items() if name not in fused]
+    arrays = {x for each in outside for i in each.values() if i.opcode != "parameter" for x in i.type}
+    assert {x.dtype for x in arrays if math.prod(x.sizes) >= keys / 2} == {number}

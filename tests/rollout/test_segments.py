@@ -1,6 +1,7 @@
 """Segmented rollouts draw what the sampler of one program draws, whatever is decoded together."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -391,19 +392,23 @@ def assert_same(cache, other):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cache), jax.tree.leaves(other))
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("window", [Window(2, 3, 3), Window(2, 2, 3), Window(1, 4, 2)])
-def test_a_decode_cache_is_the_same_cache_heads_first(window):
-    """Reads, writes and moves through a window are those of a plain cache."""
+def test_a_decode_cache_is_the_same_cache_heads_first(window, int8):
+    """Reads, writes and moves through a window are those of a plain cache; each slot is rounded for itself."""
+    in_order = partial(heads_first, int8=int8)
     cache = filled_cache().replace(length=jnp.asarray(1, jnp.int32))
-    other, plain = opened(heads_first(cache), window), window_of(cache, window)
-    k, v = layer(other, jnp.int32(1))
-    np.testing.assert_array_equal(k.transpose(1, 3, 0, 2), plain.k[1])
-    np.testing.assert_array_equal(v.transpose(1, 2, 0, 3), plain.v[1])
+    other, plain = opened(in_order(cache), window), window_of(cache, window)
+    k, v, *steps = layer(other, jnp.int32(1))
+    assert_same([k, v, *steps], layer(in_order(plain), jnp.int32(1)))
+    if not int8:
+        np.testing.assert_array_equal(k.transpose(1, 3, 0, 2), plain.k[1])
+        np.testing.assert_array_equal(v.transpose(1, 2, 0, 3), plain.v[1])
     np.testing.assert_array_equal(decode_cache.written(other), plain.valid & (jnp.arange(window.slots) < 1))
     rows = window.blocks * window.rows
     new = jnp.full((2, rows, 1, 1, 4), 7.0, jnp.float32)
     after = decode_cache.closed(
-        heads_first(cache),
+        in_order(cache),
         append(other, new.transpose(0, 3, 1, 4, 2), -new.transpose(0, 3, 1, 2, 4), jnp.ones((rows, 1), bool)),
     )
     part = plain.replace(
@@ -412,11 +417,12 @@ def test_a_decode_cache_is_the_same_cache_heads_first(window):
         valid=plain.valid.at[:, 1].set(True),
         length=jnp.int32(2),
     )
-    want = heads_first(with_window(cache, part, window))
+    want = in_order(with_window(cache, part, window))
     assert_same(after, want)
     places, drop = jnp.array([[1, 2, 0], [2, -1, 0]]), jnp.int32(1)
     moved = decode_cache.move(want, places, drop)
-    assert_same(moved, heads_first(move_rows(with_window(cache, part, window), places, drop)))
+    assert_same(moved, in_order(move_rows(with_window(cache, part, window), places, drop)))
+    assert_same(decode_cache.take_rows(want, places), in_order(take_rows(with_window(cache, part, window), places)))
 
 
 @pytest.mark.parametrize("name", ["segment", "cache_bucket", "slots"])
@@ -443,15 +449,15 @@ import tiny
 model, prompts = tiny.model(), tiny.prompts(8)
 params = jax.tree.map(lambda x: x.astype(jnp.float64), init_params(model, jax.random.key(3)))
 how, keys = Decoding(21, 1.0, 0, 1.0, (tiny.STOP, 3, 5), tiny.PAD), partial(group_keys, group_size=4)
-one = make_policy(model, compute_dtype=jnp.float64)
-static = jax.jit(lambda p, b, k: sample_rows(one, p, b, keys(b, k), **how._asdict()))
-want = jax.device_get(static(params, prompts, jax.random.key(1)))
-for axes, options in json.loads(sys.argv[1]):
+for axes, cache, options in json.loads(sys.argv[1]):
+    one = make_policy(model, compute_dtype=jnp.float64, int8=cache == "int8")
+    static = jax.jit(lambda p, b, k: sample_rows(one, p, b, keys(b, k), **how._asdict()))
+    want = jax.device_get(static(params, prompts, jax.random.key(1)))
     mesh = make_mesh(slice=1, **axes)
     cfg = tiny.config(rollout__prompts=8)
     where = rollout_layout(cfg.policy, cfg.rollout, cfg.lora, model, mesh)
     wide = sampling_model(model, tensor=axes["tensor"])
-    policy = make_policy(wide, compute_dtype=jnp.float64, mesh=where.rows.mesh)
+    policy = make_policy(wide, compute_dtype=jnp.float64, mesh=where.rows.mesh, int8=cache == "int8")
     laid = sampling_params(model, params, kv_heads=wide.num_key_value_heads, dtype=jnp.float64)
     laid, asked = jax.device_put(laid, where.params), jax.device_put(prompts, where.rows)
     run = SegmentedSampler(policy, how, keys_of=keys, group=4, rows=where.rows, fewest=2, **options)
@@ -482,14 +488,14 @@ for axes, options in json.loads(sys.argv[1]):
     }), flush=True)
 """
 MESHES = [
-    ({"data": 8, "fsdp": 1, "tensor": 1}, {"segment": 6, "cache_bucket": 7}),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"segment": 4, "cache_bucket": 8, "slots": 8}),
+    ({"data": 8, "fsdp": 1, "tensor": 1}, "policy", {"segment": 6, "cache_bucket": 7}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, "int8", {"segment": 4, "cache_bucket": 8, "slots": 8}),
 ]
 
 
 @pytest.mark.slow
 def test_eight_devices_draw_what_one_does():
-    """Two meshes in float64: rows over 8 devices; over 4, key heads over two, and fewer slots than rows."""
+    """Two meshes in float64: rows over 8 devices; over 4, key heads over two, fewer slots than rows, and int8."""
     found = json_lines(EIGHT_DEVICES, json.dumps(MESHES), devices=8, quick=True, timeout=900)
     assert [line["blocks"] for line in found] == [8, 4]
     for line in found:

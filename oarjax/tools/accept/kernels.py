@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from oarjax.models.attention import Segment, attend, segment_mixer
 from oarjax.models.decode_attention import kernel_mixer
 from oarjax.models.decode_cache import layer as layer_of
-from oarjax.models.decode_cache import written
+from oarjax.models.decode_cache import rounded, written
 from oarjax.models.precision import full_precision
 from oarjax.models.splash import splash
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
@@ -36,8 +36,8 @@ def attention(s: StageSetting) -> list[Check]:
     checks = []
     for width, length, block in SMALL if s.small else CASES:
         checks += _compare(s, width, length, block)
-    for width in (64,) if s.small else (64, 128, 256):
-        checks += _decode(s, width)
+    for width, int8 in itertools.product((64,) if s.small else (64, 128, 256), (False, True)):
+        checks += _decode(s, width, int8=int8)
     return checks
 
 
@@ -83,10 +83,10 @@ def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check
     ]
 
 
-def _decode(s: StageSetting, width: int) -> list[Check]:
+def _decode(s: StageSetting, width: int, *, int8: bool) -> list[Check]:
     """Compare the decode kernel with plain attention, of rows that have written up to half of their slots."""
     rows, kv, slots = (2, 1, 256) if s.small else (64, 4, 8192)
-    name = f"decode, head width {width}, {slots // 2} of {slots} slots"
+    name = f"decode{' of int8' if int8 else ''}, head width {width}, {slots // 2} of {slots} slots"
     place = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     shapes = (
         (1, kv, rows, width, slots),
@@ -97,7 +97,8 @@ def _decode(s: StageSetting, width: int) -> list[Check]:
         jax.random.normal(key, x, jnp.bfloat16) for key, x in zip(jax.random.split(jax.random.key(1), 5), shapes)
     )
     valid = jnp.arange(slots)[None] >= 7 * jnp.arange(rows)[:, None]
-    store = DecodeCache(k, v, valid, jnp.int32(slots // 2))
+    arrays: dict[str, Any] = rounded(k, v) if int8 else {"k": k, "v": v}
+    store = DecodeCache(**arrays, valid=valid, length=jnp.int32(slots // 2))
     alive, layer = jnp.ones((rows, 1), bool), jnp.int32(0)
     sides = {
         "kernel": lambda store, *new: kernel_mixer([store], alive, place)([layer], *new),
@@ -111,7 +112,7 @@ def _decode(s: StageSetting, width: int) -> list[Check]:
     if s.small:
         return [*checks, not_applicable(f"{name}: time", "the kernel is interpreted here")]
     seconds = {side: best_seconds(partial(function, store, *new), repeats=20) for side, function in sides.items()}
-    read = 2 * 2 * kv * rows * width * slots / 2
+    read = sum(x.nbytes for x in arrays.values()) / 2
     return [
         *checks,
         measured(f"{name}: read", read / seconds["kernel"] / 1e9, unit="GB/s"),

@@ -254,7 +254,7 @@ def document(
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
-            return read_bytes(model, s, chips=chips, tensor=tensor, slots=slots)
+            return read_bytes(model, s, cfg.rollout, chips=chips, tensor=tensor, slots=slots)
         return applied_bytes(result["resident"]) if phase == "apply" else 0.0
 
     phases = []
@@ -319,7 +319,7 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         "attention": "splash" if cfg.policy.attention == "auto" else cfg.policy.attention,
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
-        "prompts": prompt_costs(model, s, work_of_step, credit),
+        "prompts": prompt_costs(model, s, cfg.rollout, work_of_step, credit),
         "again": again_costs(turns_of(cfg.rollout.environment), model, s, work_of_step),
         "resident": made["resident"],
         "phases": phases,
@@ -342,7 +342,7 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
     if survival is not None and found["step"] is not None:
         found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
     if found["step"] is not None:
-        weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
+        weights = read_bytes(model, s._replace(rows=0, prompts=0), cfg.rollout, chips=chips, tensor=tensor)
         drawing = cfg.rollout.devices
         found["lag"] = overlap_of(found, times_of(cfg.update), weights, tensor=tensor, drawing=drawing)
     return found

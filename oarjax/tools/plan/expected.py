@@ -10,6 +10,7 @@ the microbatches are as many.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,10 @@ def _sampling_scales(
     decoding: DecodingWork, model: QwenConfig, cfg: Config, *, chips: int, tensor: int, mean: float
 ) -> tuple[float, float, float]:
     """Return (products, HBM bytes, link bytes) of decoding over those of the worst case, which reads ``mean`` slots."""
-    s = shapes_of(cfg)
+    s, read_of = shapes_of(cfg), partial(read_bytes, model, rollout=cfg.rollout, chips=chips, tensor=tensor)
     share = decoding.row_steps / (s.rows * s.completion)
-    worst = read_bytes(model, s, chips=chips, tensor=tensor, slots=mean)
-    weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
-    prompts = read_bytes(model, s._replace(rows=0), chips=chips, tensor=tensor) - weights
+    worst, weights = read_of(s, slots=mean), read_of(s._replace(rows=0, prompts=0))
+    prompts = read_of(s._replace(rows=0)) - weights
     slots = worst - weights - prompts
     read = weights * decoding.steps / s.completion + prompts * share
     read += slots * decoding.slot_reads / (s.rows * s.completion * mean)

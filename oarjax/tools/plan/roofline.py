@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from oarjax.costs import Number, RowTokens, pass_flops
 from oarjax.models.decode_attention import NAME as DECODE
@@ -131,7 +132,7 @@ def kernel_flops(
         held = operands[-1][0]
         return 2.0 * operands[-2][0] * math.prod(operands[-1][1:]) * min(held / (experts or held), 1.0)
     if name.startswith(DECODE):
-        queries, (*_, length) = operands[-3:-1]
+        queries, (*_, length) = next(pair for pair in pairwise(operands) if len(pair[1]) == 5)
         return 4.0 * math.prod(queries) * (slots if slots and name.startswith(f"{DECODE}_rows") else length)
     products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
     if products is None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from oarjax.config.learning import RolloutConfig
 from oarjax.config.schema import Config
 from oarjax.costs import Number, RowTokens, Work, iteration_flops, pass_flops, sampling_flops
 from oarjax.credit.methods.signed_values import SCOPE as CANDIDATES
@@ -210,13 +211,26 @@ def _memory(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": result["name"], "key": result["key"], **sizes, "cpu_seconds": result["cpu_seconds"]}
 
 
-def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int, slots: float | None = None) -> float:
+def position_bytes(model: QwenConfig, rollout: RolloutConfig) -> int:
+    """Count the bytes of a key head's keys and values of one position in all layers: bfloat16, or int8 and steps."""
+    return 2 * decoder_of(model).layers * (model.head_dim + 2 if rollout.cache == "int8" else 2 * model.head_dim)
+
+
+def read_bytes(
+    model: QwenConfig,
+    s: LargestShapes,
+    rollout: RolloutConfig,
+    *,
+    chips: int,
+    tensor: int,
+    slots: float | None = None,
+) -> float:
     """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
 
     ``tensor`` chips have one copy of the policy, and of its key heads at least one each. ``slots`` of a row's cache are
     read for a token on average, all by default.
     """
-    d, groups = decoder_of(model), chips // tensor
+    groups = chips // tensor
     heads = max(model.num_key_value_heads / tensor, 1)
     return decoding_bytes(
         weights=2 * matmul_parameters(model) / tensor,  # experts as well: among many rows, each is some token's
@@ -225,25 +239,25 @@ def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int, 
         prompt=s.prompt,
         completion=s.completion,
         slots=s.completion if slots is None else slots,
-        position=2 * 2 * d.layers * heads * model.head_dim,
+        position=heads * position_bytes(model, rollout),
         state=4 * len(model.delta_layers) * (model.delta.value_width * model.delta.key_dim if model.delta else 0),
     )
 
 
 def prompt_costs(
-    model: QwenConfig, s: LargestShapes, work: Work, credit: ResolvedMethod
+    model: QwenConfig, s: LargestShapes, rollout: RolloutConfig, work: Work, credit: ResolvedMethod
 ) -> dict[str, dict[str, float]]:
     """Compute what prompts cost in an iteration of these rows, with groups of the config's size and of one.
 
-    ``flops`` is the prefill's share of the iteration's model FLOPs, ``bytes`` the prompts' keys and values in bfloat16,
-    once over all copies of the policy.
+    ``flops`` is the prefill's share of the iteration's model FLOPs, ``bytes`` the prompts' keys and values as decoding
+    reads them, once over all copies of the policy.
     """
     d, found = decoder_of(model), {}
     for name, prompts in (("group", s.prompts), ("single", s.rows)):
         work = replace(work, prompts=prompts)
         prefill = sampling_flops(d, prompts=prompts, rows=0, prompt=s.prompt, completion=s.completion)
-        cached = 2.0 * 2 * d.layers * model.num_key_value_heads * model.head_dim * s.prompt * prompts
-        found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": cached}
+        cached = position_bytes(model, rollout) * model.num_key_value_heads * s.prompt * prompts
+        found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": float(cached)}
     return found
 
 

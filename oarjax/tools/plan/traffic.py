@@ -44,10 +44,10 @@ def hbm_bytes(
     operands = [type_of(instructions, name) for name in instruction.operands]
     read = sum(map(_far, operands))
     if opcode == "custom-call" and instruction.name.startswith(DECODE):  # copies of its own, of one layer's rows
-        (*_, ((_, rows, *_), *_), caches, _) = [[each.sizes for each in array] for array in operands]
-        layers, _, held, _, length = caches[0]
+        caches = [array for array in operands if len(array[0].sizes) == 5]
+        rows, (layers, _, held, _, length) = operands[-len(caches) - 1][0].sizes[1], caches[0][0].sizes
         part = rows / held / layers * (slots / length if slots and instruction.name.startswith(f"{DECODE}_rows") else 1)
-        read -= (1 - part) * sum(map(_far, operands[-2:]))
+        read -= (1 - part) * sum(map(_far, caches))
     # A start's type is its result, its operands again, and its semaphores.
     written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
     return read + _far(written)

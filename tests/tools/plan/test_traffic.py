@@ -97,18 +97,20 @@ def test_products_are_counted_apart_and_collectives_left_to_the_links():
     assert found.group_calls == {4: 1}
 
 
-def test_a_decode_kernel_reads_slots_of_the_rows_of_one_layer():
+@pytest.mark.parametrize(("number", "steps", "size"), [("bf16", "", 2 * 2 * 128), ("s8", ", %s", 2 * 128 + 2 * 2)])
+def test_a_decode_kernel_reads_slots_of_the_rows_of_one_layer(number, steps, size):
     """Of 4 rows of 28 layers of a cache of 8 rows, prompts whole and the rows' own as far as it is said."""
     text = PROGRAM.replace(
         "%near =",
-        """%q = bf16[2,4,7,128]{3,2,1,0} parameter(4)
-  %k = bf16[28,2,8,128,1024]{4,3,2,1,0} parameter(5)
-  %v = bf16[28,2,8,1024,128]{4,3,2,1,0} parameter(6)
+        f"""%q = bf16[2,4,7,128]{{3,2,1,0}} parameter(4)
+  %k = {number}[28,2,8,128,1024]{{4,3,2,1,0}} parameter(5)
+  %v = {number}[28,2,8,1024,128]{{4,3,2,1,0}} parameter(6)
+  %s = bf16[28,2,8,2,1024]{{4,3,2,1,0}} parameter(7)
   %near =""",
     )
-    line = 'f32[2,4,7,128]{3,2,1,0:S(1)} custom-call(%i, %q, %k, %v), custom_call_target="tpu_custom_call"'
+    line = f'f32[2,4,7,128]{{3,2,1,0:S(1)}} custom-call(%i, %q, %k, %v{steps}), custom_call_target="tpu_custom_call"'
     own, prompts = (text.replace("BODY", f"ROOT %decode_attention_{part}.3 = {line}") for part in ("rows", "prompts"))
-    small, slot = 4 + 2 * 2 * 4 * 7 * 128, 2 * 2 * 2 * 4 * 128
+    small, slot = 4 + 2 * 2 * 4 * 7 * 128, 2 * 4 * size
     for program, slots, read in ((own, 300, 300), (own, None, 1024), (prompts, 300, 1024)):
         found = executed(program, slots=slots)
         assert found.moved == found.streamed == pytest.approx(small + read * slot)
