@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Real
 
 from oarjax.models.decode_cache import SLOT_AXES, each_array, written
-from oarjax.models.precision import precision_of
+from oarjax.models.precision import product_of
 from oarjax.types import DecodeCache
 
 DecodeKind = Literal["plain", "kernel"]
@@ -119,7 +119,7 @@ def kernel_mixer(stores: Sequence[DecodeCache], alive: Bool[Array, "B 1"], mesh:
     ) -> Float[Array, "B 1 heads h"]:
         kv, width = k.shape[2:]
         by_head = q.astype(k.dtype).reshape(rows, kv, -1, width).transpose(1, 0, 2, 3)
-        product = partial(jnp.einsum, precision=precision_of(k.dtype), preferred_element_type=jnp.float32)
+        product = product_of(k.dtype)
         own = product("kbgh,bkh->kbg", by_head, k[:, 0])[..., None] * width**-0.5
         seen = alive[:, None, None]
         parts = [(v[:, 0].transpose(1, 0, 2)[:, :, None].astype(jnp.float32), jnp.where(seen, own, LOWEST), seen)]
@@ -350,9 +350,7 @@ def _joined(
 
     def product(a: Array, b: Array) -> Array:
         x, y = (z.reshape(-1, *z.shape[2:]) for z in (a, b))
-        options: Any = {"precision": precision_of(a.dtype), "preferred_element_type": jnp.float32}
-        out = jax.lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), **options)
-        return out.reshape(*a.shape[:3], b.shape[-1])
+        return product_of(a.dtype)("bnh,bhs->bns", x, y).reshape(*a.shape[:3], b.shape[-1])
 
     def in_steps(x: Array, of: int) -> Array:
         return x * steps[0][:, :, of : of + 1].astype(x.dtype) if steps else x

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -21,6 +21,11 @@ from jax.typing import DTypeLike
 def precision_of(dtype: DTypeLike) -> Precision | None:
     """Return the ``precision`` of a product with operands of this dtype; None, JAX's own choice, below float32."""
     return Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else None
+
+
+def product_of(dtype: DTypeLike) -> Callable[..., jax.Array]:
+    """Return the matrix products (``jnp.einsum``) of operands of this dtype, which add up in float32."""
+    return partial(jnp.einsum, precision=precision_of(dtype), preferred_element_type=jnp.float32)
 
 
 def full_precision(dtype: DTypeLike) -> AbstractContextManager[Any]:

@@ -37,7 +37,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.attention import BlockedKind
 from oarjax.models.linear_pair import linear_pair
-from oarjax.models.precision import full_precision, precision_of
+from oarjax.models.precision import full_precision, product_of
 
 LANES = 128
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
@@ -223,7 +223,7 @@ def blocked_kernel(
     def attend_block(block: Any) -> Array:
         first, ids, q = block
         p = _probabilities(first + offset, ids, q, k, ids_k)
-        return _product(q.dtype)("bkgnm,bkmh->bkgnh", p.astype(v.dtype), v).astype(q.dtype)
+        return product_of(q.dtype)("bkgnm,bkmh->bkgnh", p.astype(v.dtype), v).astype(q.dtype)
 
     return _joined(jax.lax.map(attend_block, (*_starts(ids_q, LANES), _split(q, k.shape[1], LANES))))
 
@@ -286,7 +286,7 @@ def _push(
 
     It takes a block of queries at a time: scores are [B, heads, block, M].
     """
-    kv, product = k.shape[1], _product(q.dtype)
+    kv, product = k.shape[1], product_of(q.dtype)
 
     def tangent_of(queries: Any) -> Array:
         first, ids, q, out, dq = queries
@@ -310,13 +310,8 @@ def _probabilities(
     """Compute the softmax of a block of queries, the first of which may see the keys up to ``first``."""
     seen = first + jnp.arange(ids.shape[1])[:, None] >= jnp.arange(k.shape[2])
     seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
-    scores = jnp.where(seen, _product(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
+    scores = jnp.where(seen, product_of(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
-
-
-def _product(dtype: DTypeLike) -> Callable[..., Array]:
-    """Return the matrix products of operands of this dtype, which add up in float32."""
-    return partial(jnp.einsum, precision=precision_of(dtype), preferred_element_type=jnp.float32)
 
 
 def _starts(ids_q: Int[Array, "B N"], block: int) -> tuple[Int[Array, "blocks"], Int[Array, "blocks B block"]]:
