@@ -7,8 +7,8 @@ queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat1
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
-forward pass saved, and tangents go through blocked XLA, on TPUs for one row and key head at a time. Gradients never
-touch the XLA half.
+forward pass saved, and tangents go through a kernel of their own (``models.attention_tangent``), or but for splash
+through blocked XLA. Gradients touch neither.
 
 Blocks. The kernels need lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
 a TPU. Lengths are padded; ``block_of`` weighs the work wasted on padding and on blocks across the diagonal against
@@ -36,15 +36,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.attention import BlockedKind
+from oarjax.models.attention_tangent import LANES, device_tangent
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.precision import full_precision, product_of
 
-LANES = 128
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
-SCORES = 48 * 2**20
-"""Most bytes of the float32 scores that a tangent computes at once, for a row and key head: libtpu keeps them on the
-chip of a v5e or v6e. Four rows of 32 heads take half of the cycles that all heads at once do, one row as many."""
 CUDNN = "cudnn"
 """Implementation of ``jax.nn.dot_product_attention``; a test without a GPU takes another."""
 HEADS = "tensor"
@@ -144,12 +141,12 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: Bloc
     specs = (whole, whole, whole, ids, ids)
     # Everything outside the kernels is plain XLA, so only the kernels depend on the platform.
     interpret = mesh.devices.flat[0].platform != "tpu"
-    pallas = partial(device_kernel, block_q=block_q, block_k=block_k, interpret=interpret)
-    on_device = {"splash": pallas, "blocked": blocked_kernel, "cudnn": cudnn_kernel}[kernel]
+    sizes: Any = {"block_q": block_q, "block_k": block_k, "interpret": interpret}
+    on_device = {"splash": partial(device_kernel, **sizes), "blocked": blocked_kernel, "cudnn": cudnn_kernel}[kernel]
     divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
     forward: Any = divide(partial(on_device, offset=offset), in_specs=specs)
-    on_heads = partial(_push_by_head if kernel == "splash" else _push, offset=offset)
-    push: Any = divide(on_heads, in_specs=(*specs, *(whole,) * 4))
+    push_on_device = partial(device_tangent, **sizes) if kernel == "splash" else _push
+    push: Any = divide(partial(push_on_device, offset=offset), in_specs=(*specs, *(whole,) * 4))
     attention = jax.custom_jvp(forward)
 
     @attention.defjvp
@@ -220,12 +217,11 @@ def blocked_kernel(
     """
 
     @jax.checkpoint
-    def attend_block(block: Any) -> Array:
-        first, ids, q = block
+    def attend_block(first: Array, ids: Array, q: Array) -> Array:
         p = _probabilities(first + offset, ids, q, k, ids_k)
         return product_of(q.dtype)("bkgnm,bkmh->bkgnh", p.astype(v.dtype), v).astype(q.dtype)
 
-    return _joined(jax.lax.map(attend_block, (*_starts(ids_q, LANES), _split(q, k.shape[1], LANES))))
+    return _by_block(attend_block, k.shape[1], ids_q, q)
 
 
 def cudnn_kernel(
@@ -245,29 +241,6 @@ def cudnn_kernel(
     return out.transpose(0, 2, 1, 3)
 
 
-def _push_by_head(
-    q: Float[Array, "B heads N h"],
-    k: Float[Array, "B kv M h"],
-    v: Float[Array, "B kv M h"],
-    ids_q: Int[Array, "B N"],
-    ids_k: Int[Array, "B M"],
-    *changes: Float[Array, "B _ _ h"],
-    offset: int,
-) -> Float[Array, "B heads N h"]:
-    """Compute ``_push`` for one row and key head at a time, whose scores stay on a TPU's chip."""
-    heads, new = q.shape[1:3]
-    kv, keys = k.shape[1:3]
-    most = max(SCORES // (4 * heads // kv * keys), LANES)
-    block = max(n for n in range(LANES, new + 1, LANES) if new % n == 0 and n <= most)
-
-    def by_head(x: Array) -> Array:
-        return x.reshape(x.shape[0] * kv, 1, -1, *x.shape[2:])
-
-    ids = (jnp.repeat(x[:, None], kv, axis=0) for x in (ids_q, ids_k))
-    arrays = (by_head(q), by_head(k), by_head(v), *ids, *map(by_head, changes))
-    return jax.lax.map(lambda head: _push(*head, offset=offset, block=block), arrays).reshape(q.shape)
-
-
 def _push(
     q: Float[Array, "B heads N h"],
     k: Float[Array, "B kv M h"],
@@ -280,24 +253,21 @@ def _push(
     dv: Float[Array, "B kv M h"],
     *,
     offset: int,
-    block: int = LANES,
 ) -> Float[Array, "B heads N h"]:
     """Compute the tangent of attention's output: P dv + (P ds) v - (P . ds) out, ds = dq k + q dk.
 
     It takes a block of queries at a time: scores are [B, heads, block, M].
     """
-    kv, product = k.shape[1], product_of(q.dtype)
+    product = product_of(q.dtype)
 
-    def tangent_of(queries: Any) -> Array:
-        first, ids, q, out, dq = queries
+    def tangent_of(first: Array, ids: Array, q: Array, out: Array, dq: Array) -> Array:
         p = _probabilities(first + offset, ids, q, k, ids_k)
         change = p * (product("bkgnh,bkmh->bkgnm", dq, k) + product("bkgnh,bkmh->bkgnm", q, dk))
         moved = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
         moved += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
         return (moved - change.sum(-1, keepdims=True) * out).astype(out.dtype)
 
-    blocks = (*_starts(ids_q, block), *(_split(x, kv, block) for x in (q, out, dq)))
-    return _joined(jax.lax.map(tangent_of, blocks))
+    return _by_block(tangent_of, k.shape[1], ids_q, q, out, dq)
 
 
 def _probabilities(
@@ -314,22 +284,16 @@ def _probabilities(
     return jax.nn.softmax(scores, axis=-1)
 
 
-def _starts(ids_q: Int[Array, "B N"], block: int) -> tuple[Int[Array, "blocks"], Int[Array, "blocks B block"]]:
-    """Return the first query of each block, and the ids of its queries."""
-    blocks = ids_q.shape[1] // block
-    return jnp.arange(blocks) * block, jnp.moveaxis(ids_q.reshape(-1, blocks, block), 1, 0)
-
-
-def _split(x: Float[Array, "B heads N h"], kv: int, block: int) -> Float[Array, "blocks B kv group block h"]:
-    """Divide queries into blocks, by key head."""
-    rows, heads, new, width = x.shape
-    return jnp.moveaxis(x.reshape(rows, kv, heads // kv, new // block, block, width), 3, 0)
-
-
-def _joined(blocks: Float[Array, "blocks B kv group block h"]) -> Float[Array, "B heads N h"]:
-    """Invert ``_split``."""
-    count, rows, kv, group, size, width = blocks.shape
-    return jnp.moveaxis(blocks, 0, 3).reshape(rows, kv * group, count * size, width)
+def _by_block(
+    f: Callable[..., Array], kv: int, ids_q: Int[Array, "B N"], *queries: Float[Array, "B heads N h"]
+) -> Float[Array, "B heads N h"]:
+    """Map (first query, ids [B, block], *queries [B, kv, group, block, h]) -> array like q over blocks of queries."""
+    rows, heads, new, width = queries[0].shape
+    blocks = new // LANES
+    ids = jnp.moveaxis(ids_q.reshape(rows, blocks, LANES), 1, 0)
+    parts = [jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0) for x in queries]
+    out = jax.lax.map(lambda block: f(*block), (jnp.arange(blocks) * LANES, ids, *parts))
+    return jnp.moveaxis(out, 0, 3).reshape(rows, heads, new, width)
 
 
 def _key_repeats(heads: int, kv: int, tensor: int) -> int:

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import json_lines
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 from oarjax.models.attention import Segment, attend, attention_for, segment_mixer
+from oarjax.models.attention_tangent import device_tangent
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.splash import _push, _push_by_head, block_of, causal_mixer, device_kernel, splash
+from oarjax.models.splash import block_of, causal_mixer, device_kernel, splash
 
 FIELDS = {
     "model_type": "qwen2",
@@ -119,30 +119,6 @@ def test_kernels_of_other_platforms_equal_plain_attention(kernel, monkeypatch):
     expected = everything(lambda *x: plain(x[0], x[1], x[2], valid, PREFIX))(points, tangents)
     found = everything(seeing(partial(splash, mesh=mesh_of(1, 1), kernel=kernel), valid, PREFIX))(points, tangents)
     assert largest_error(expected, found) < 1e-5
-
-
-@pytest.mark.parametrize("queries", [0, 256, 384])
-def test_tangents_by_row_and_key_head_equal_those_of_all_at_once(queries, monkeypatch):
-    """384 queries after 128 keys, in blocks of 128, again 128 (256 do not divide them) and 384."""
-    monkeypatch.setattr("oarjax.models.splash.SCORES", queries * 4 * HEADS // KV * 512)
-    draw = np.random.default_rng(0)
-    q, out, dq = (draw.normal(size=(ROWS, HEADS, 384, 8)).astype(np.float32) for _ in range(3))
-    k, v, dk, dv = (draw.normal(size=(ROWS, KV, 512, 8)).astype(np.float32) for _ in range(4))
-    ids = jnp.asarray(draw.random((ROWS, 512)) < 0.9, jnp.int32)
-    args = q, k, v, ids[:, 128:], ids, out, dq, dk, dv
-    by_head = jax.jit(partial(_push_by_head, offset=128))
-    blocks = {eqn.params["length"] for eqn in loops(jax.make_jaxpr(by_head)(*args).jaxpr)}
-    assert blocks == {ROWS * KV, 1 if queries == 384 else 3}
-    assert largest_error(jax.jit(partial(_push, offset=128))(*args), by_head(*args)) < 1e-6
-
-
-def loops(jaxpr):
-    """The scans of a jaxpr, also those inside others."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from loops(inner)
 
 
 def test_blocked_attention_holds_the_scores_of_one_block():
@@ -320,17 +296,17 @@ def test_programs_of_a_policy_equal_those_with_plain_attention():
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("new", [100, 1536])
 def test_kernels_lower_for_tpus(width, new):
-    """Three kernels: forward, dq, and dk with dv. Mosaic takes the shapes; whether they fit VMEM, only libtpu says."""
+    """Four kernels: forward, dq, dk with dv, and tangent. Mosaic takes the shapes; only libtpu says if they fit."""
     keys, block_q, block_k = PREFIX + new, block_of(new), block_of(PREFIX + new)
     rounded_q, rounded_k = -(-new // block_q) * block_q, -(-keys // block_k) * block_k
     sizes = {"q": (2, 4, rounded_q, width), "k": (2, 2, rounded_k, width)}
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in sizes.values())
     ids = [jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (rounded_q, rounded_k)]
-    kernel = partial(device_kernel, offset=PREFIX, block_q=block_q, block_k=block_k, interpret=False)
+    settings = {"offset": PREFIX, "block_q": block_q, "block_k": block_k, "interpret": False}
 
-    def both(q, k, v, ids_q, ids_k):
-        out, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ids_q, ids_k), q, k, v)
-        return pull(out)
+    def both(q, k, v, *ids):
+        out, pull = jax.vjp(lambda *x: device_kernel(*x, *ids, **settings), q, k, v)
+        return pull(out), device_tangent(q, k, v, *ids, out, q, k, v, **settings)
 
     text = jax.jit(both).trace(q, k, k, *ids).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 3
+    assert text.count("tpu_custom_call") == 4

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from oarjax.costs import Number, RowTokens, pass_flops
+from oarjax.models.attention_tangent import NAME as TANGENT
 from oarjax.models.decode_attention import NAME as DECODE
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import Chip
@@ -95,7 +96,7 @@ def decoding_bytes(
     return float(completion) * (weights + position * (rows * slots + prompts * prompt) + 2 * state * rows)
 
 
-SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+ATTENTION = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, TANGENT: 5}
 """Products of a score block that each kernel computes, those that it computes again included."""
 
 
@@ -111,12 +112,13 @@ def kernel_flops(
     experts: int = 0,
     slots: Number | None = None,
 ) -> float:
-    """Count a kernel call's FLOPs: splash, whose partly visible blocks are computed whole, decode, or experts.
+    """Count a kernel call's FLOPs: attention, whose partly visible blocks are computed whole, decode, or experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
-            queries standing at the end of the M keys. The compiler leaves the axis of a single row out. Those of a
-            grouped product end with the rows [R, D] and the matrices [experts held, D, F].
+            queries standing at the end of the M keys; a tangent's rows are those of all draws. The compiler leaves the
+            axis of a single row out. Those of a grouped product end with the rows [R, D] and the matrices [experts
+            held, D, F].
         block: side of a block for a length.
         experts: number in all. With even loads a chip that holds some of them multiplies that share of the rows: the
             kernel ends with the last group.
@@ -134,9 +136,9 @@ def kernel_flops(
     if name.startswith(DECODE):
         queries, (*_, length) = next(pair for pair in pairwise(operands) if len(pair[1]) == 5)
         return 4.0 * math.prod(queries) * (slots if slots and name.startswith(f"{DECODE}_rows") else length)
-    products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
+    products = next((n for part, n in ATTENTION.items() if part in name), None)
     if products is None:
-        raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")
+        raise ValueError(f"kernel {name}: expected one of {', '.join(ATTENTION)}; its FLOPs are not known")
     triples = [(q, k) for q, k, v in zip(operands, operands[1:], operands[2:]) if k == v and len(q) == len(k) > 2]
     q, k = max(triples, key=lambda pair: math.prod(pair[0]))
     (*row, heads, new, width), keys = q, k[-2]
@@ -181,13 +183,12 @@ def executed_fused_flops(
     """Products that scores by OAR-G and the update of one row execute in one pass, see ``step.fused``.
 
     The update's own, and a push and a pull through the completion's linearised layers for every draw. remat full
-    computes the completion's layers again for each of the two, once for all draws. Attention is kernels, but for the
-    push: 5 products of queries by keys, where a forward has 2, over whole squares (``models.splash``).
+    computes the completion's layers again for each of the two, once for all draws. Their attention is kernels, which
+    are not counted here.
     """
     update = executed_update_flops(
         d, row, remat=remat, last_product=last_product, attended=attended, attention_passes=attention_passes
     )
     flops = pass_flops(d, tokens=row.completion, context=0, read=0)
     again = flops - 2.0 * last_product * row.completion if remat == "full" else 0.0
-    pushed = pass_flops(d, tokens=row.completion, context=attended, read=0) - flops
-    return update + 2 * (draws * flops + again) + 2.5 * draws * pushed
+    return update + 2 * (draws * flops + again)

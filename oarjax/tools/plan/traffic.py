@@ -7,10 +7,13 @@ over logits and copies into another layout show here, and nowhere in the FLOPs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from oarjax.costs import Number
+from oarjax.models.attention_tangent import NAME as TANGENT
 from oarjax.models.decode_attention import NAME as DECODE
+from oarjax.models.splash import block_of
 from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
 FREE = {
@@ -48,9 +51,26 @@ def hbm_bytes(
         rows, (layers, _, held, _, length) = operands[-len(caches) - 1][0].sizes[1], caches[0][0].sizes
         part = rows / held / layers * (slots / length if slots and instruction.name.startswith(f"{DECODE}_rows") else 1)
         read -= (1 - part) * sum(map(_far, caches))
+    if opcode == "custom-call" and TANGENT in instruction.name:
+        read = _read_by_tangent(operands)
     # A start's type is its result, its operands again, and its semaphores.
     written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
     return read + _far(written)
+
+
+def _read_by_tangent(operands: Sequence[tuple[Array, ...]]) -> float:
+    """Count what the grid of ``device_tangent`` copies, whose pairs of blocks are the size of its first operand.
+
+    A head reads its queries once, and a block of keys for every block of queries that sees it. What all draws share is
+    read for each of them.
+    """
+    (pairs,), q, k, v, *ids, out, dq, dk, dv = operands
+    (*heads, _, width), keys = dq[0].sizes, dk[0].sizes[-2]
+    draws, block = math.prod(dq[0].sizes) / math.prod(q[0].sizes), block_of(keys)
+    read = math.prod(heads) * pairs.sizes[-1] * block * width if keys > block else math.prod(dk[0].sizes)
+    again = read / math.prod(dk[0].sizes)
+    shared, own = _far((*q, *out)) + again * _far((*k, *v)), _far(dq) + again * _far((*dk, *dv))
+    return sum(map(_far, ids)) + draws * shared + own
 
 
 def _fusion(program: HloProgram, inside: dict[str, Instruction], instruction: Instruction) -> float:

@@ -41,14 +41,14 @@ def test_executed_flops_of_an_update_by_its_remat():
 
 
 def test_scores_in_the_same_pass_add_a_push_and_a_pull_through_the_completion():
+    """Attention's are kernels, which count by themselves."""
     own = 8 * 2000  # the layers over 8 tokens
-    push = 5 * 8 * 64 * 12 / 2  # of their attention to 12 keys: 5 products, of which a forward has 2
     settings = {"attended": 12, "attention_passes": 0}
     for remat, again in (("none", 0), ("dots", 0), ("full", own - 2 * 100 * 8)):
         update = executed_update_flops(D, R, remat=remat, last_product=100, **settings)
         for draws in (1, 4):
             fused = executed_fused_flops(D, R, remat=remat, last_product=100, draws=draws, **settings)
-            assert fused - update == 2 * (draws * own + again) + draws * push
+            assert fused - update == 2 * (draws * own + again)
 
 
 def test_expected_seconds_by_the_shares_that_are_assumed():
@@ -65,6 +65,8 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert find("splash_mha_fwd_segmented", q, k, k) == 2 * 3 * product  # 1 + 2 of 2 x 2 blocks
     assert find("splash_mha_dq", q, k, k) == 3 * 3 * product
     assert find("splash_mha_dkv", q, k, k) == 4 * 3 * product
+    draws = find("vmap_attention_tangent_", q, k, k, (2, 1024), q, (3, *q), (3, *k), (3, *k))
+    assert draws == 3 * find("attention_tangent", q, k, k, (2, 1024), q, q, k, k) == 3 * 5 * 3 * product
     one_row = find("splash_mha_fwd_segmented", q[1:], k[1:], k[1:])
     assert one_row == find("splash_mha_fwd_segmented", q, k, k) / q[0]
     longer = (2, 2, 1536, 64)  # a prefix of 512 keys before the queries' own

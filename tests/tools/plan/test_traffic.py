@@ -117,6 +117,19 @@ def test_a_decode_kernel_reads_slots_of_the_rows_of_one_layer(number, steps, siz
         assert found.passed == 0
 
 
+@pytest.mark.parametrize(("keys", "pairs", "times"), [(1024, 3, 3 / 2), (512, 2, 1 / 4)])
+def test_a_tangents_kernel_reads_keys_per_block_of_queries_and_what_draws_share_for_each(keys, pairs, times):
+    """8 heads of 2 key heads, 3 draws; a single block of keys stays on the chip for all heads that read it."""
+    q, k, row = "bf16[2,8,1024,128]", f"bf16[2,2,{keys},128]", f"s32[2,1,{keys}]"
+    shapes = f"s32[3,{pairs}]", q, k, k, "s32[2,1,1024]", row, q, *(f"bf16[3,{x[5:]}" for x in (q, k, k))
+    lines = "\n  ".join(f"%x{n} = {shape} parameter({n + 4})" for n, shape in enumerate(shapes))
+    names = ", ".join(f"%x{n}" for n in range(len(shapes)))
+    call = f'ROOT %vmap_attention_tangent_.1 = {shapes[7]} custom-call({names}), custom_call_target="tpu_custom_call"'
+    found = executed(PROGRAM.replace("BODY", f"{lines}\n  {call}"))
+    of_queries, of_keys = 2 * 3 * 2 * 8 * 1024 * 128, 2 * 3 * 2 * 8 * 1024 * 128
+    assert found.moved == 4 * of_queries + 4 * times * of_keys * (1 if keys > 512 else 1 / 2) + 4 * 2 * (1024 + keys)
+
+
 def test_cycles_are_the_compilers_for_whole_fusions():
     """What an instruction within a fusion would take alone does not count, nor an estimate that is not there."""
     within = '%add.1 = f32[64]{0} add(%bitcast.1, %p.2), backend_config={"window_config":{"estimated_cycles":"50"}}'
