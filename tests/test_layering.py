@@ -14,14 +14,14 @@ PACKAGE = Path(__file__).parent.parent / "oarjax"
 
 ORDER = (
     *("errors", "types", "system", "stats"),
-    *("rl", "models", "rollout", "costs", "credit", "config"),
+    *("rl", "kernels", "models", "rollout", "costs", "credit", "config"),
     *("storage", "data", "grading", "environments", "sources", "report"),
     *("step", "run", "training", "evaluate", "tools"),
     *("notebook", "cli_options", "cli"),
 )
 """Folders and top-level modules, from the equations up to the command."""
 
-PURE = ("types", "stats", "costs", "rl", "models", "rollout", "credit", "step")
+PURE = ("types", "stats", "costs", "rl", "kernels", "models", "rollout", "credit", "step")
 """Equations and the data path: arrays in, arrays out. They touch no file, process or screen."""
 
 OUTSIDE = {

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.grouped_dot import grouped_dot
+from oarjax.kernels.grouped_dot import grouped_dot
 from oarjax.models.qwen_config import Experts, QwenConfig
 from oarjax.models.sharding import row_axes
 from oarjax.types import Routing

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.decode_cache import Window, moved, moved_marks, taken
+from oarjax.kernels.decode_cache import Window, moved, moved_marks, taken
 from oarjax.types import KVCache, Params, Routing
 
 

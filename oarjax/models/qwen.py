@@ -20,20 +20,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models import decode_cache, policy
-from oarjax.models.attention import AttentionKind, segment_mixer
-from oarjax.models.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
-from oarjax.models.decode_cache import Cache, DecodeCache, Window, each_array, written
+from oarjax.kernels import decode_cache
+from oarjax.kernels.attention import AttentionKind, segment_mixer
+from oarjax.kernels.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
+from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, written
+from oarjax.kernels.precision import in_full, precision_of
+from oarjax.kernels.splash import LANES, causal_mixer, check_splash
+from oarjax.models import policy
 from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
 from oarjax.models.policy import Policy, RowCaches
-from oarjax.models.precision import in_full, precision_of
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.remat import Remat, rematerialised
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
-from oarjax.models.splash import LANES, causal_mixer, check_splash
 from oarjax.types import HybridCache, KVCache, Params
 
 
@@ -58,14 +59,14 @@ def make_policy(
     Args:
         cfg: sizes of the decoder, such as ``read_config`` gives them.
         compute_dtype: dtype of matmul operands, which accumulate in float32, and of the cache; default jnp.float32,
-            whose products are float32 on every platform, see ``oarjax.models.precision``.
+            whose products are float32 on every platform, see ``oarjax.kernels.precision``.
         remat: what the backward pass recomputes of each layer: ``none``, ``dots`` (all but the matmuls without batch
             axes) or ``full``; default full.
         attention: ``splash`` uses Pallas' TPU kernels over the mesh for causal self-attention, with or without a prefix
             of as many rows, or of fewer before 128 tokens or more: training, scoring, prefill, linearised passes.
             Decode steps, prefixes shared by a group before fewer tokens and ``visible`` stay with ``xla``, one program
             for every platform. ``blocked`` and ``cudnn`` take the place of these kernels on other platforms, see
-            ``models.splash``. ``attention_for`` chooses by the mesh; default xla.
+            ``kernels.splash``. ``attention_for`` chooses by the mesh; default xla.
         mesh: with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
             divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``;
             ``head`` is gathered along all axes but the vocabulary. Default None: the compiler may shard states along
@@ -74,8 +75,8 @@ def make_policy(
         experts: how a mixture computes its experts, ``grouped`` or ``dense``; ``moe.experts_for`` chooses by the mesh;
             default grouped.
         decode: how decode steps of one token attend to caches, ``plain`` or with the TPU kernel of
-            ``models.decode_attention``, which reads each row as far as it is written; default plain.
-        int8: decoding rounds keys and values to int8 in its caches, see ``models.decode_cache``; default False: they
+            ``kernels.decode_attention``, which reads each row as far as it is written; default plain.
+        int8: decoding rounds keys and values to int8 in its caches, see ``kernels.decode_cache``; default False: they
             have the compute dtype.
 
     Raises:

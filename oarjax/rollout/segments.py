@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from oarjax.models.decode_cache import Window
+from oarjax.kernels.decode_cache import Window
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import (
     FEWEST,

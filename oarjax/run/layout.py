@@ -14,7 +14,7 @@ from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import LoraConfig, LossConfig, RolloutConfig
 from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
-from oarjax.models.decode_attention import kernel_problem
+from oarjax.kernels.decode_attention import kernel_problem
 from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import LoraConfig
-from oarjax.models.attention import attention_for
-from oarjax.models.decode_attention import DecodeKind
+from oarjax.kernels.attention import attention_for
+from oarjax.kernels.decode_attention import DecodeKind
 from oarjax.models.moe import experts_for
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from delta_policy import VOCAB, delta_policy
 
-from oarjax.models.decode_cache import Window
+from oarjax.kernels.decode_cache import Window
 from oarjax.models.delta_net import CHUNK, chunked, inverse_of, recurrent
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from oarjax.data.hf import load_params, read_config
-from oarjax.models.grouped_dot import grouped_dot, grouped_outer
+from oarjax.kernels.grouped_dot import grouped_dot, grouped_outer
 from oarjax.models.lora import init_adapters, join_params, merge_adapters
 from oarjax.models.moe import route
 from oarjax.models.policy import positions_of
@@ -32,7 +32,7 @@ def operands():
 @pytest.mark.parametrize("block", [2, 5, 512])
 def test_grouped_products_and_their_gradients(block, operands, x64, monkeypatch):
     """With groups of less than a block, of one, and of more; the last blocks of 5 and 12 begin before their group."""
-    monkeypatch.setattr("oarjax.models.grouped_dot.BLOCK", block)
+    monkeypatch.setattr("oarjax.kernels.grouped_dot.BLOCK", block)
     rows, matrices, ct = (x[0] for x in operands)
     sizes = jnp.asarray(SIZES)
     out, pull = jax.vjp(lambda r, m: grouped_dot(r, m, sizes, dtype=r.dtype), jnp.asarray(rows), jnp.asarray(matrices))

@@ -1,13 +1,10 @@
 """Names to specs, refusals, and the same logits on eight devices as on one."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import pytest
-from conftest import virtual_devices
+from eight_devices import on_eight_devices
 from jax.sharding import PartitionSpec as Spec
 
 from oarjax.models.qwen_config import QwenConfig
@@ -99,37 +96,6 @@ def test_key_heads_that_nothing_divides():
     assert repeated_kv_heads(8, tensor=2) == 8
 
 
-HEADER = """
-import sys, numpy as np, jax, jax.numpy as jnp
-from functools import partial
-from jax.sharding import NamedSharding
-from oarjax.system.mesh import make_mesh
-from oarjax.data.hf import load_params, read_config
-from oarjax.models.qwen import make_policy
-from oarjax.models.weights import divisible_pieces, logical_axes
-from oarjax.models.policy import positions_of
-from oarjax.models.sharding import batch_spec, check_divisible, param_specs
-
-def logits(params, ids, policy):
-    valid = jnp.ones(ids.shape, bool)
-    return policy.unembed(params, policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0])
-
-def loss(params, ids, policy):
-    return jax.nn.log_softmax(logits(params, ids, policy))[..., 5].mean()
-
-def gradient(policy, *args):
-    return jax.device_get(jax.jit(jax.grad(partial(loss, policy=policy)))(*args))
-
-def placed(cfg, folder, ids, mesh, dtype=jnp.float32):
-    check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
-    params = load_params(folder, cfg, dtype=dtype, shardings=shardings)
-    return params, jax.device_put(ids, NamedSharding(mesh, batch_spec()))
-
-def same(found, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3), found, want)
-"""
-
 FAMILIES = """
 mesh = make_mesh(slice=1, data=2, fsdp=2, tensor=2)
 for path in sys.argv[1:]:
@@ -182,19 +148,6 @@ found = jax.jit(partial(pulled, policy=policy))(params, ids, ct)
 np.testing.assert_allclose(found, want, atol=1e-3, rtol=1e-3)
 print("equal on", len(jax.devices()), "devices")
 """
-
-
-def on_eight_devices(program, *arguments):
-    """Run a program in a process of its own, since the number of devices is fixed at start; return what it printed."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": virtual_devices(8),
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    }
-    command = [sys.executable, "-c", HEADER + program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def test_eight_devices_give_the_golden_logits(data):

@@ -14,8 +14,8 @@ import tiny
 from tiny_programs import built
 
 from oarjax.errors import ConfigError
-from oarjax.models.attention import Segment, attend
-from oarjax.models.decode_cache import rounded
+from oarjax.kernels.attention import Segment, attend
+from oarjax.kernels.decode_cache import rounded
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import init_params
 from oarjax.rollout.sampler import Decoding, group_keys

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_policy import left_padded, toy_params, toy_policy
 
-from oarjax.models import decode_cache
-from oarjax.models.decode_cache import Window, append, heads_first, layer, opened
+from oarjax.kernels import decode_cache
+from oarjax.kernels.decode_cache import Window, append, heads_first, layer, opened
 from oarjax.models.policy import move_rows, take_rows, window_of, with_window
 from oarjax.rollout.row_schedule import RowBucket, arrange, fewest_left, first_layout, make_plan, next_layout
 from oarjax.rollout.sampler import BLOCK, Decoding, sample_rows

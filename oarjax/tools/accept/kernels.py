@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from oarjax.models.attention import Segment, attend, segment_mixer
-from oarjax.models.decode_attention import kernel_mixer
-from oarjax.models.decode_cache import layer as layer_of
-from oarjax.models.decode_cache import rounded, written
-from oarjax.models.precision import full_precision
-from oarjax.models.splash import splash
+from oarjax.kernels.attention import Segment, attend, segment_mixer
+from oarjax.kernels.decode_attention import kernel_mixer
+from oarjax.kernels.decode_cache import layer as layer_of
+from oarjax.kernels.decode_cache import rounded, written
+from oarjax.kernels.precision import full_precision
+from oarjax.kernels.splash import splash
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
 from oarjax.tools.accept.setting import StageSetting, best_seconds
 from oarjax.types import DecodeCache

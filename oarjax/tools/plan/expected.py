@@ -19,7 +19,7 @@ import numpy as np
 from oarjax.config.outputs import LengthsConfig
 from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
-from oarjax.models.decode_attention import padded_slots
+from oarjax.kernels.decode_attention import padded_slots
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.step.minibatches import bucket
 from oarjax.storage.durable import read_lines

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from oarjax.costs import Number
-from oarjax.models.decode_attention import NAME as DECODE
+from oarjax.kernels.decode_attention import NAME as DECODE
 from oarjax.tools.plan.hlo_text import Array, HloError, HloProgram, Instruction, parse, type_of
 from oarjax.tools.plan.traffic import hbm_bytes
 

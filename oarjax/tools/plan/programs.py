@@ -12,7 +12,7 @@ from oarjax.config.learning import RolloutConfig, UpdateConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.outputs import EvalConfig
 from oarjax.config.schema import Config
-from oarjax.models.decode_attention import DecodeKind, padded_slots
+from oarjax.kernels.decode_attention import DecodeKind, padded_slots
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.rollout.row_schedule import DecodePlan, cache_step, make_plan
 from oarjax.run.checks import check_lengths

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from oarjax.costs import Number, RowTokens, pass_flops
-from oarjax.models.attention_tangent import NAME as TANGENT
-from oarjax.models.decode_attention import NAME as DECODE
+from oarjax.kernels.attention_tangent import NAME as TANGENT
+from oarjax.kernels.decode_attention import NAME as DECODE
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import Chip
 

@@ -17,9 +17,9 @@ from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.credit.settings import CreditSettings
-from oarjax.models.grouped_dot import BLOCK, LOOP, even_blocks
+from oarjax.kernels.grouped_dot import BLOCK, LOOP, even_blocks
+from oarjax.kernels.splash import block_of
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.run.adapters import trained_count
 from oarjax.run.custom import find_credit

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 
 from oarjax.costs import Number
-from oarjax.models.attention_tangent import NAME as TANGENT
-from oarjax.models.decode_attention import NAME as DECODE
-from oarjax.models.splash import block_of
+from oarjax.kernels.attention_tangent import NAME as TANGENT
+from oarjax.kernels.decode_attention import NAME as DECODE
+from oarjax.kernels.splash import block_of
 from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
 FREE = {

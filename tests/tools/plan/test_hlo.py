@@ -9,7 +9,7 @@ import tiny
 from conftest import ROOT
 
 from oarjax.credit.settings import CreditSettings
-from oarjax.models import grouped_dot
+from oarjax.kernels import grouped_dot
 from oarjax.models.qwen_config import Experts
 from oarjax.tools.plan.hlo import HloError, Kernel, executed, group_size, parse
 from oarjax.tools.plan.programs import LargestShapes

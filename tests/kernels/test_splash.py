@@ -13,12 +13,12 @@ import pytest
 from conftest import json_lines
 from jax.sharding import AxisType, Mesh
 
-from oarjax.models.attention import Segment, attend, attention_for, segment_mixer
-from oarjax.models.attention_tangent import device_tangent
-from oarjax.models.linear_pair import linear_pair
+from oarjax.kernels.attention import Segment, attend, attention_for, segment_mixer
+from oarjax.kernels.attention_tangent import device_tangent
+from oarjax.kernels.linear_pair import linear_pair
+from oarjax.kernels.splash import block_of, causal_mixer, device_kernel, splash
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.splash import block_of, causal_mixer, device_kernel, splash
 
 FIELDS = {
     "model_type": "qwen2",
@@ -113,8 +113,8 @@ def test_forward_and_derivatives_equal_plain_attention(width, prefix):
 @pytest.mark.parametrize("kernel", ["blocked", "cudnn"])
 def test_kernels_of_other_platforms_equal_plain_attention(kernel, monkeypatch):
     """Without a GPU the mask that cuDNN would get is given to XLA; the derivatives' plumbing is the same."""
-    monkeypatch.setattr("oarjax.models.splash.CUDNN", "xla")
-    monkeypatch.setattr("oarjax.models.splash.check_splash", lambda *_: None)  # float32
+    monkeypatch.setattr("oarjax.kernels.splash.CUDNN", "xla")
+    monkeypatch.setattr("oarjax.kernels.splash.check_splash", lambda *_: None)  # float32
     points, tangents, valid = problem(64, PREFIX)
     expected = everything(lambda *x: plain(x[0], x[1], x[2], valid, PREFIX))(points, tangents)
     found = everything(seeing(partial(splash, mesh=mesh_of(1, 1), kernel=kernel), valid, PREFIX))(points, tangents)

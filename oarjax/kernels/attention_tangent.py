@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from oarjax.models.precision import product_of
+from oarjax.kernels.precision import product_of
 
 LANES = 128
 NAME = "attention_tangent"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from oarjax.models.attention_tangent import BLOCK_BYTES, LANES, device_tangent, visible_pairs
-from oarjax.models.splash import _push, block_of
+from oarjax.kernels.attention_tangent import BLOCK_BYTES, LANES, device_tangent, visible_pairs
+from oarjax.kernels.splash import _push, block_of
 from oarjax.tools.plan.hlo import executed
 from oarjax.tools.plan.roofline import kernel_flops
 from oarjax.tools.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices

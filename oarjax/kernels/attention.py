@@ -1,6 +1,6 @@
 """One attention primitive: queries over several segments of keys under one softmax, in plain XLA.
 
-It runs on every platform and covers every case; ``models.splash`` is the faster kernel for some of them on TPUs.
+It runs on every platform and covers every case; ``kernels.splash`` is the faster kernel for some of them on TPUs.
 
 A segment is the new tokens themselves, the rows' own cache, or a prefix cache shared by a group of rows.
 The segments are never concatenated and heads of keys are never repeated: each segment gives a maximum, a

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eight_devices import on_eight_devices
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from test_sharding import on_eight_devices
 
-from oarjax.models import decode_cache
-from oarjax.models.attention import segment_mixer
-from oarjax.models.decode_attention import kernel_mixer, kernel_problem, schedule, tile_rows
+from oarjax.kernels import decode_cache
+from oarjax.kernels.attention import segment_mixer
+from oarjax.kernels.decode_attention import kernel_mixer, kernel_problem, schedule, tile_rows
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
@@ -154,9 +154,9 @@ def test_a_sampler_with_the_kernel_draws_the_same(slots, int8):
 
 
 SHARDED = """
-from oarjax.models import decode_cache
-from oarjax.models.attention import segment_mixer
-from oarjax.models.decode_attention import kernel_mixer
+from oarjax.kernels import decode_cache
+from oarjax.kernels.attention import segment_mixer
+from oarjax.kernels.decode_attention import kernel_mixer
 from oarjax.types import DecodeCache, Window
 
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

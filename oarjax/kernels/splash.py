@@ -7,7 +7,7 @@ queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat1
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
-forward pass saved, and tangents go through a kernel of their own (``models.attention_tangent``), or but for splash
+forward pass saved, and tangents go through a kernel of their own (``kernels.attention_tangent``), or but for splash
 through blocked XLA. Gradients touch neither.
 
 Blocks. The kernels need lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
@@ -35,10 +35,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.attention import BlockedKind
-from oarjax.models.attention_tangent import LANES, device_tangent
-from oarjax.models.linear_pair import linear_pair
-from oarjax.models.precision import full_precision, product_of
+from oarjax.kernels.attention import BlockedKind
+from oarjax.kernels.attention_tangent import LANES, device_tangent
+from oarjax.kernels.linear_pair import linear_pair
+from oarjax.kernels.precision import full_precision, product_of
 
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from oarjax.models.precision import precision_of
+from oarjax.kernels.precision import precision_of
 
 BLOCK = 256
 """Rows per product of ``grouped_outer``. By a TPU's compiler what a block costs hardly depends on its rows, since its

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.models import attention
-from oarjax.models.attention import Segment
+from oarjax.kernels import attention
+from oarjax.kernels.attention import Segment
 
 attend = jax.jit(attention.attend)  # compiled whole: faster than one operation after another
 

@@ -35,8 +35,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Real
 
-from oarjax.models.decode_cache import SLOT_AXES, each_array, written
-from oarjax.models.precision import product_of
+from oarjax.kernels.decode_cache import SLOT_AXES, each_array, written
+from oarjax.kernels.precision import product_of
 from oarjax.types import DecodeCache
 
 DecodeKind = Literal["plain", "kernel"]
