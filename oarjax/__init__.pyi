@@ -43,7 +43,7 @@ from oarjax.rl.optimizer import OptimizerFunction as OptimizerFunction
 
 # policies and sampling
 from oarjax.models.policy import Policy as Policy, RowCaches as RowCaches
-from oarjax.models.check_policy import check_policy as check_policy
+from oarjax.rollout.check_policy import check_policy as check_policy
 from oarjax.models.qwen import make_policy as make_policy
 from oarjax.models.qwen_config import QwenConfig as QwenConfig
 from oarjax.data.hf import read_config as read_config, load_params as load_params, export as export

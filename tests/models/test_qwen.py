@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from oarjax.data.hf import load_params, read_config
-from oarjax.models.check_policy import check_policy
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import Experts, QwenConfig, UnsupportedModel
 from oarjax.models.weights import init_params
+from oarjax.rollout.check_policy import check_policy
 
 KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
 KINDS += ["moe_delta_untied", "next_untied"]
