@@ -8,6 +8,7 @@ computed like any token, and a row's result does not depend on the rows beside i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +25,13 @@ from oarjax.models.qwen_config import Experts, QwenConfig
 from oarjax.models.sharding import row_axes
 from oarjax.types import Routing
 
-ExpertsKind = Literal["grouped", "dense"]
-"""grouped: each expert computes its own tokens; dense: every expert computes every token, most results go unused."""
+ExpertsKind = Literal["grouped", "dense", "few"]
+"""grouped: each expert computes its own tokens; dense: every expert computes every token, most results go unused; few:
+the same in the form for few tokens, of a decode step."""
 
+FEW = 512
+"""Most tokens of a product for which a decode step takes ``few``. A v5p does their FLOPs for every expert in the time
+in which it reads the experts three times, other TPUs in less; ``grouped`` takes three, as its kernel gets a copy."""
 
 ROWS_AT_ONCE = 2048
 """Rows of all devices of an expert axis that each of them computes in one product."""
@@ -35,6 +40,13 @@ ROWS_AT_ONCE = 2048
 def experts_for(mesh: Mesh) -> ExpertsKind:
     """Choose by the mesh: dense on CPUs, where XLA masks a dense product for every group, else grouped."""
     return "dense" if mesh.devices.flat[0].platform == "cpu" else "grouped"
+
+
+def experts_of_step(kind: ExpertsKind, tokens: int, mesh: Mesh | None) -> ExpertsKind:
+    """Return how a decode step of so many tokens computes its experts."""
+    sizes = {} if mesh is None else mesh.shape
+    parts = math.prod(size for axis, size in sizes.items() if axis not in ("tensor", "expert"))
+    return "few" if tokens <= FEW * parts else kind
 
 
 def route(
@@ -133,7 +145,10 @@ class MoE(nnx.Module):
         weights, chosen = route(probs, per_token=k, normalised=self.experts.normalised, chosen=choice)
         matrices = tuple(m.matrices() for m in (self.gate, self.up, self.down))
         compute = partial(
-            {"grouped": _grouped, "dense": _dense}[self.kind], scale=self.scale, dtype=self.dtype, stream=self.stream
+            {"grouped": _grouped, "dense": _dense, "few": partial(_dense, few=True)}[self.kind],
+            scale=self.scale,
+            dtype=self.dtype,
+            stream=self.stream,
         )
         out = _divided(self.mesh, flat.shape[0], matrices, self.sums)(compute)(flat, weights, chosen, matrices)
         counts = counted.reshape(-1, 1).astype(probs.dtype)
@@ -157,8 +172,17 @@ def _count(matrices: Matrices) -> int:
     return matrices[0][0].shape[0]
 
 
-def _expert_mlp(rows: Array, matrices: Matrices, product: Callable[[Array, Array], Array], scale: float) -> Array:
-    """Return down(silu(gate(rows)) * up(rows)), each linear map with its adapter; ``product`` picks rows' experts."""
+def _expert_mlp(
+    rows: Array,
+    matrices: Matrices,
+    product: Callable[[Array, Array], Array],
+    scale: float,
+    share: Float[Array, "E R 1"] | None = None,
+) -> Array:
+    """Return down(silu(gate(rows)) * up(rows)), each linear map with its adapter; ``product`` picks rows' experts.
+
+    What goes down is multiplied by a ``share``.
+    """
 
     def linear(x: Array, kernel: Array, *adapter: Array) -> Array:
         if not adapter:
@@ -167,7 +191,8 @@ def _expert_mlp(rows: Array, matrices: Matrices, product: Callable[[Array, Array
         return product(x, kernel) + scale * product(product(x, a), b)
 
     gate, up, down = matrices
-    return linear(jax.nn.silu(linear(rows, *gate)) * linear(rows, *up), *down)
+    inner = jax.nn.silu(linear(rows, *gate)) * linear(rows, *up)
+    return linear(inner if share is None else inner * share, *down)
 
 
 def _grouped(
@@ -206,14 +231,22 @@ def _dense(
     scale: float,
     dtype: DTypeLike,
     stream: DTypeLike,
+    few: bool = False,
 ) -> Float[Array, "R D"]:
-    """Compute every expert for every token; experts that were not chosen get weight 0, numbers without one add 0."""
+    """Compute every expert for every token; experts that were not chosen get weight 0, numbers without one add 0.
+
+    Of ``few`` tokens every expert has a copy, and its products read its matrices as they lie. Their weights come before
+    the last product, which the compiler makes the sum over experts as well.
+    """
     share = jnp.sum(jax.nn.one_hot(chosen, _count(matrices), dtype=weights.dtype) * weights[..., None], axis=1)
 
     def product(x: Array, matrix: Array) -> Array:
         every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
         return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
 
+    if few:
+        copies = jnp.broadcast_to(flat, (_count(matrices), *flat.shape))
+        return jnp.sum(_expert_mlp(copies, matrices, product, scale, share.T[..., None]), axis=0)
     out = _expert_mlp(flat, matrices, product, scale)
     return jnp.sum(out * share.T[..., None], axis=0)
 

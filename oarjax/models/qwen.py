@@ -29,7 +29,7 @@ from oarjax.kernels.splash import LANES, causal_mixer, check_splash
 from oarjax.models import policy
 from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
-from oarjax.models.moe import ExpertsKind
+from oarjax.models.moe import ExpertsKind, experts_of_step
 from oarjax.models.policy import Policy, RowCaches
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.remat import Remat, rematerialised
@@ -73,7 +73,7 @@ def make_policy(
             the embedding like the weights, and sum them over all devices in every layer.
         adapter_scale: factor of adapters in the params (``oarjax.models.lora``); default 1.0.
         experts: how a mixture computes its experts, ``grouped`` or ``dense``; ``moe.experts_for`` chooses by the mesh;
-            default grouped.
+            default grouped. Decode steps of few tokens take ``few``.
         decode: how decode steps of one token attend to caches, ``plain`` or with the TPU kernel of
             ``kernels.decode_attention``, which reads each row as far as it is written; default plain.
         int8: decoding rounds keys and values to int8 in its caches, see ``kernels.decode_cache``; default False: they
@@ -95,10 +95,14 @@ def make_policy(
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
     @cache
-    def definitions(adapted: frozenset[str], sums: Any) -> tuple[Any, Any, Any]:
-        """Return the graph definitions of a layer, of the last norm, and of a layer with a delta net."""
+    def definitions(adapted: frozenset[str], sums: Any, drawn: int | None) -> tuple[Any, Any, Any]:
+        """Return the graph definitions of a layer, of the last norm, and of a layer with a delta net.
+
+        ``drawn``: tokens of a decode step, if it is one.
+        """
+        kind = experts if drawn is None else experts_of_step(experts, drawn, mesh)
         options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale, "sums": sums}
-        model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=experts, mesh=mesh, **options))
+        model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=kind, mesh=mesh, **options))
         delta = nnx.split(model.delta_layers)[0] if cfg.delta else None
         return nnx.split(model.layers)[0], nnx.split(model.norm)[0], delta
 
@@ -133,8 +137,9 @@ def make_policy(
     ) -> tuple[Float[Array, "B N D"], Cache | None, Any]:
         """Run all layers; with ``counted`` return the routing, too."""
         decoding = isinstance(cache, DecodeCache)
-        layer_def, norm_def, delta_def = definitions(_adapted(params), compute if decoding and divided else stream)
         new = valid.shape[1]
+        sums, drawn = compute if decoding and divided else stream, valid.size if decoding and new == 1 else None
+        layer_def, norm_def, delta_def = definitions(_adapted(params), sums, drawn)
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty.
         filled = cache if decoding or (cache and cache.k.shape[2] > new) else None

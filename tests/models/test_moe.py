@@ -8,7 +8,7 @@ import pytest
 from oarjax.data.hf import load_params, read_config
 from oarjax.kernels.grouped_dot import grouped_dot, grouped_outer
 from oarjax.models.lora import init_adapters, join_params, merge_adapters
-from oarjax.models.moe import route
+from oarjax.models.moe import FEW, experts_of_step, route
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 
@@ -82,8 +82,8 @@ def test_router():
     np.testing.assert_allclose(replayed, [[1 / 3, 2 / 3], [0.5, 0.5]], rtol=1e-6)
 
 
-def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highest_precision):
-    """Dense and grouped, with params in float32; OAR-G's push and pull, under vmap, are those of a dense model."""
+def test_all_ways_give_the_same_logits_gradients_and_linearisation(data, highest_precision):
+    """Dense, grouped and few, with params in float32; OAR-G's push and pull, under vmap, are those of a dense model."""
     cfg, folder = read_config(data / "policy" / "moe_untied")
     params, ids = load_params(folder, cfg), jnp.asarray(np.load(folder / "golden.npz")["ids"][:, :9])
     valid = jnp.arange(9) >= jnp.array([[0], [3]])
@@ -109,12 +109,13 @@ def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highes
 
         return everything(params, draws)
 
-    dense, grouped = found("dense"), found("grouped")
+    dense, *others = map(found, ("dense", "grouped", "few"))
     assert float(jnp.abs(dense[0]["layers"]["mlp"]["router"]["kernel"]).max()) > 1e-3
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), dense, grouped)
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), dense, other)
 
 
-@pytest.mark.parametrize("kind", ["dense", "grouped"])
+@pytest.mark.parametrize("kind", ["dense", "grouped", "few"])
 def test_adapters_of_experts_equal_merged_experts(kind, data, highest_precision):
     """One pair per expert, of rank 2; a matrix without one beside those with."""
     cfg, folder = read_config(data / "policy" / "moe_untied")
@@ -132,3 +133,22 @@ def test_adapters_of_experts_equal_merged_experts(kind, data, highest_precision)
     found, want = hidden(both), hidden(merge_adapters(both, scale=1.5))
     assert float(jnp.abs(want - hidden(params)).max()) > 0.1
     np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_decode_step_of_few_tokens_forms_no_groups(data, highest_precision, monkeypatch):
+    cfg, folder = read_config(data / "policy" / "moe_untied")
+    params, ids = load_params(folder, cfg), jnp.asarray(np.load(folder / "golden.npz")["ids"][:, :1])
+    assert [experts_of_step("dense", FEW + more, None) for more in (0, 1)] == ["few", "dense"]
+
+    def step():
+        policy = make_policy(cfg, experts="grouped")
+        inputs = policy.embed(params, ids), jnp.zeros(ids.shape, jnp.int32), jnp.ones(ids.shape, bool)
+        return jax.jit(policy.trunk).trace(params, *inputs, cache=policy.caches.init(ids.shape[0], 2)), inputs, policy
+
+    found = {}
+    for most in (FEW, 0):
+        monkeypatch.setattr("oarjax.models.moe.FEW", most)
+        traced, inputs, policy = step()
+        assert ("grouped_dot" in str(traced.jaxpr)) == (most == 0)
+        found[most] = jax.jit(policy.trunk)(params, *inputs, cache=policy.caches.init(ids.shape[0], 2))[0]
+    np.testing.assert_allclose(found[FEW], found[0], atol=2e-5)
