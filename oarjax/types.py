@@ -280,6 +280,7 @@ class DecodeCache:
     steps: BFloat16[Array, "L kv B 2 C"] | None = None  # of a slot's keys, and of its values; None: not int8
     state: DeltaState | None = None  # of layers with delta nets; of the window's rows alone where there is a window
     window: Window | None = struct.field(pytree_node=False, default=None)  # None: all rows and slots
+    begun: bool = struct.field(pytree_node=False, default=False)  # a row without a token has its prefix's state already
 
 
 @struct.dataclass

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.models.delta_net import state_before
 from oarjax.types import DecodeCache, HybridCache, KVCache, Window
 
 Cache = KVCache | DecodeCache
@@ -64,11 +65,20 @@ def opened(cache: DecodeCache, window: Window) -> DecodeCache:
     return replace(cache, state=state, window=window)
 
 
+def begun(cache: DecodeCache, prefix: DecodeCache | None) -> DecodeCache:
+    """Return a cache in which rows without a token have the state of their prefix, so that no step looks for it."""
+    if cache.state is None or cache.begun:
+        return cache
+    before = None if prefix is None else prefix.state
+    state = state_before(cache.state, written(cache).any(1), before, jax.tree.map(jnp.zeros_like, cache.state), axis=1)
+    return replace(cache, state=state, begun=True)
+
+
 def closed(cache: DecodeCache, part: DecodeCache) -> DecodeCache:
     """Return the whole cache after its window's rows were decoded: the inverse of ``opened``."""
     assert part.window is not None
     write = partial(_with_first_rows, axis=1, window=part.window)
-    return replace(part, state=jax.tree.map(write, cache.state, part.state), window=None)
+    return replace(part, state=jax.tree.map(write, cache.state, part.state), window=None, begun=False)
 
 
 def layer(cache: DecodeCache, number: Int[Array, ""]) -> tuple[Array, ...]:

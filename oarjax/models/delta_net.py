@@ -15,6 +15,7 @@ with full-precision products, since errors of a state persist; only projections 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,9 @@ from oarjax.types import DeltaState
 
 CHUNK = 64
 """Tokens per chunk of the chunked form."""
+
+Rule = Callable[..., tuple[Array, Array]]
+"""The delta rule in one of its forms, from the arguments of ``recurrent`` to its results."""
 
 exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -116,10 +120,10 @@ def recurrent(
 
     def step(memory: Array, xs: Any) -> tuple[Array, Array]:
         q, k, v, log_decay, rate = xs
-        memory = memory * jnp.exp(log_decay)[..., None, None]
-        error = rate[..., None] * (v - exact("bhk,bhkv->bhv", k, memory))
-        memory = memory + k[..., :, None] * error[..., None, :]
-        return memory, exact("bhk,bhkv->bhv", q, memory)
+        decay = jnp.exp(log_decay)[..., None]
+        error = rate[..., None] * (v - decay * exact("bhk,bhkv->bhv", k, memory))
+        out = decay * exact("bhk,bhkv->bhv", q, memory) + jnp.sum(q * k, -1, keepdims=True) * error
+        return memory * decay[..., None] + k[..., :, None] * error[..., None, :], out
 
     xs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, rate))
     memory, out = jax.lax.scan(step, memory, xs)
@@ -153,11 +157,15 @@ class DeltaNet(nnx.Module):
         self.norm = GatedNorm(sizes.value_dim, epsilon=cfg.rms_norm_eps)
 
     def __call__(
-        self, x: Float[Array, "B N D"], valid: Bool[Array, "B N"], state: DeltaState
+        self, x: Float[Array, "B N D"], valid: Bool[Array, "B N"], state: DeltaState, rule: Rule | None = None
     ) -> tuple[Float[Array, "B N D"], DeltaState]:
-        """Mix N tokens that follow a state; return the state after them as well."""
+        """Mix N tokens that follow a state; return the state after them as well.
+
+        ``rule`` takes the place of ``recurrent``, with memory as it wants it.
+        """
         sizes, flat, real = self.sizes, x.reshape(-1, x.shape[-1]), valid[..., None]
-        projected = {name: getattr(self, name)(flat).reshape(*x.shape[:2], -1) for name in sizes.projections}
+        products = undivided(x, [getattr(self, name)(flat) for name in sizes.projections])
+        projected = {name: p.reshape(*x.shape[:2], -1) for name, p in zip(sizes.projections, products)}
         mixed, z, a, b = _by_key_head(projected, sizes) if sizes.joined else projected.values()
         inputs = jnp.concatenate([state.tail, jnp.where(real, mixed, 0)], axis=1)
         taps = self.conv[...].astype(mixed.dtype)
@@ -167,7 +175,7 @@ class DeltaNet(nnx.Module):
         share = sizes.value_heads // sizes.key_heads
         q, k = (jnp.repeat(_unit(t), share, axis=2) for t in (q, k))
         log_decay = -jnp.exp(self.a_log[...].astype(a.dtype)) * jax.nn.softplus(a + self.dt_bias[...].astype(a.dtype))
-        rule = recurrent if x.shape[1] == 1 else chunked
+        rule = rule or (recurrent if x.shape[1] == 1 else chunked)
         mix, memory = rule(
             q * sizes.key_dim**-0.5,
             k,
@@ -178,6 +186,14 @@ class DeltaNet(nnx.Module):
         )
         out = self.norm(mix, z.reshape(mix.shape)).reshape(flat.shape[0], -1)
         return self.out(out).reshape(x.shape), DeltaState(memory, inputs[:, x.shape[1] :])
+
+
+def undivided(x: Float[Array, "B N D"], products: list[Array]) -> list[Array]:
+    """Keep the products of single tokens, as in a decode step, apart from what divides them into heads.
+
+    A TPU's compiler would divide the matrices as well, and copy them into a layout for that.
+    """
+    return products if x.shape[1] > 1 else jax.lax.optimization_barrier(products)
 
 
 def _by_key_head(projected: dict[str, Array], sizes: DeltaSizes) -> tuple[Array, ...]:
@@ -204,14 +220,22 @@ def empty_state(sizes: DeltaSizes, *shape: int, dtype: Any) -> DeltaState:
 
 
 def state_before(
-    stored: DeltaState | None, begun: Bool[Array, "B"] | None, prefix: DeltaState | None, empty: DeltaState
+    stored: DeltaState | None,
+    begun: Bool[Array, "B"] | None,
+    prefix: DeltaState | None,
+    empty: DeltaState,
+    *,
+    axis: int = 0,
 ) -> DeltaState:
-    """Return one layer's state before the new tokens: a row's own where it has begun, else that of its prefix.
+    """Return the state before the new tokens: a row's own where it has begun, else that of its prefix.
 
-    Row b continues prefix row b // G, or starts from ``empty`` where there is no prefix.
+    Row b continues prefix row b // G, or starts from ``empty`` where there is no prefix. ``axis`` is that of rows: 0 in
+    one layer's state, 1 in all layers'.
     """
-    rows = empty.tail.shape[0]
-    before = empty if prefix is None else jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), prefix)
+    rows = empty.tail.shape[axis]
+    before = empty
+    if prefix is not None:
+        before = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[axis], axis=axis), prefix)
     if stored is None or begun is None:
         return before
-    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), x, y), stored, before)
+    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y), stored, before)

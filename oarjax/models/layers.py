@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.delta_net import DeltaNet
+from oarjax.models.delta_net import DeltaNet, Rule, undivided
 from oarjax.models.moe import ExpertsKind, MoE
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
@@ -88,7 +88,8 @@ class Attention(nnx.Module):
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         flat = x.reshape(-1, x.shape[-1])
-        q, k, v = (p(flat).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        products = undivided(x, [p(flat) for p in (self.q, self.k, self.v)])
+        q, k, v = (product.reshape(*x.shape[:2], -1, self.head_dim) for product in products)
         gate = None
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2]
@@ -175,9 +176,10 @@ class DeltaLayer(nnx.Module):
         *,
         counted: Bool[Array, "B N"],
         chosen: Int[Array, "B N k"] | None = None,
+        rule: Rule | None = None,
     ) -> tuple[Float[Array, "B N D"], DeltaState, Routing | None]:
-        """Return the stream, the state after it, and the routing of experts as ``Layer`` does."""
-        mixed, after = self.delta(self.attention_norm(x), valid, state)
+        """Return the stream, the state after it, and the routing of experts as ``Layer`` does; ``rule`` of the net."""
+        mixed, after = self.delta(self.attention_norm(x), valid, state, rule)
         x, routing = _fed(self, x + mixed, counted, chosen)
         return x, after, routing
 

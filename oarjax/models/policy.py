@@ -171,6 +171,7 @@ class RowCaches(NamedTuple):
     move: Callable[[Any, Array, Array | None], Any] = move_rows  # rows within the cache, and slots forward
     window: Callable[[Any, Window], Any] = window_of  # the part that one program decodes
     restore: Callable[[Any, Any, Window], Any] = with_window  # (cache, part after decoding) -> cache
+    begin: Callable[[Any, Any], Any] = lambda part, prefix: part  # before a loop of steps behind this prefix
 
 
 def first_slots(cache: KVCache, count: int) -> KVCache:

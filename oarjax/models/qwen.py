@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.kernels import decode_cache
+from oarjax.kernels import decode_cache, delta_kernel
 from oarjax.kernels.attention import AttentionKind, segment_mixer
 from oarjax.kernels.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
-from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, written
+from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, written
 from oarjax.kernels.precision import in_full, precision_of
 from oarjax.kernels.splash import LANES, causal_mixer, check_splash
 from oarjax.models import policy
@@ -35,7 +35,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.remat import Remat, rematerialised
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
-from oarjax.types import HybridCache, KVCache, Params
+from oarjax.types import DeltaState, HybridCache, KVCache, Params
 
 
 def make_policy(
@@ -179,6 +179,23 @@ def make_policy(
             kept = after if cache is not None else None
             return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
 
+        def body_of_step(carry, xs):
+            x, kept = body(carry[0], xs)
+            return (x, carry[1]), kept
+
+        def delta_of_step(carry, number):
+            """Run a layer with its weights and states where they lie among those of all layers."""
+            x, state = carry
+            take = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+            write = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+            weights, chosen, own = jax.tree.map(take, (params["delta_layers"], chosen_by_deltas, state))
+            rule = kernel and partial(kernel, number=number)
+            own = replace(own, memory=state.memory) if kernel else own
+            x, after, routing = nnx.merge(delta_def, weights)(x, valid, own, chosen=chosen, rule=rule, **count)
+            memory = after.memory if kernel else write(state.memory, after.memory)
+            after = place(x, ROWS, None, None), DeltaState(memory, write(state.tail, after.tail))
+            return after, (None, routing if counted is not None else None)
+
         remat_of = (
             partial(rematerialised, remat=remat) if filled is None else lambda body: body
         )  # decoding has no derivative
@@ -187,9 +204,16 @@ def make_policy(
             None if experts is None else jnp.moveaxis(experts[:, :, numbers], 2, 0)
             for numbers in (np.array(cfg.attention_layers, int), np.array(cfg.delta_layers, int))
         )
-        layers, state = (params["layers"], chosen, *map(_by_layer, stores)), None
+        layers, state, other = (params["layers"], chosen, *map(_by_layer, stores)), None, None
         if sizes is None:
             x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
+        elif isinstance(cache, DecodeCache):
+            kernel = delta_kernel.step_for(sizes, valid.shape[0], stream, mesh) if new == 1 else None
+            start = x, decode_cache.begun(cache, cast(Any, prefix)).state
+            numbers = jnp.arange(len(cfg.delta_layers))
+            (x, state), (kv, routing), (_, other) = _scan_blocks(
+                body_of_step, delta_of_step, start, layers, numbers, sizes.interval - 1
+            )
         else:
             begun = written(filled).any(axis=1) if filled is not None else None
             own, before = (getattr(c, "state", None) for c in (filled, prefix))
@@ -197,6 +221,7 @@ def make_policy(
             x, (kv, routing), (state, other) = _scan_blocks(
                 remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
             )
+        if sizes is not None:
             order = np.argsort(cfg.attention_layers + cfg.delta_layers)
             routing = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], routing, other)
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
@@ -277,6 +302,7 @@ def make_policy(
         move=move_rows,
         window=decode_cache.opened,
         restore=restore,
+        begin=decode_cache.begun,
     )
 
     def extend(cache: KVCache, more: KVCache) -> KVCache:
@@ -287,30 +313,29 @@ def make_policy(
     return whole if cfg.experts is None else whole._replace(routed=in_full(routed, compute))
 
 
-def _scan_blocks(
-    attention: Any, delta: Any, x: Float[Array, "B N D"], layers: Any, deltas: Any, each: int
-) -> tuple[Array, Any, Any]:
+def _scan_blocks(attention: Any, delta: Any, carry: Any, layers: Any, deltas: Any, each: int) -> tuple[Any, Any, Any]:
     """Scan blocks of ``each`` layers with delta nets and one with attention, then the remaining delta nets.
 
-    The two bodies are scanned over ``layers`` and ``deltas``; results are stacked like these.
+    The two bodies are scanned over ``layers`` and ``deltas``; results are stacked like these. As one scan stands in
+    another, a block's part of ``deltas`` and of their results is copied: a decode step gives numbers of layers alone.
     """
     blocks, count = (jax.tree.leaves(xs)[0].shape[0] for xs in (layers, deltas))
 
     def part(of: slice) -> Any:
         return jax.tree.map(lambda leaf: leaf[of], deltas)
 
-    def block(x: Array, xs: Any) -> tuple[Array, Any]:
-        x, states = jax.lax.scan(delta, x, xs[1])
-        x, kv = attention(x, xs[0])
-        return x, (kv, states)
+    def block(carry: Any, xs: Any) -> tuple[Any, Any]:
+        carry, states = jax.lax.scan(delta, carry, xs[1])
+        carry, kv = attention(carry, xs[0])
+        return carry, (kv, states)
 
     whole = jax.tree.map(lambda leaf: leaf.reshape(blocks, each, *leaf.shape[1:]), part(slice(blocks * each)))
-    x, (kv, states) = jax.lax.scan(block, x, (layers, whole))
+    carry, (kv, states) = jax.lax.scan(block, carry, (layers, whole))
     states = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), states)
     if blocks * each < count:
-        x, rest = jax.lax.scan(delta, x, part(slice(blocks * each, count)))
+        carry, rest = jax.lax.scan(delta, carry, part(slice(blocks * each, count)))
         states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), states, rest)
-    return x, kv, states
+    return carry, kv, states
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:

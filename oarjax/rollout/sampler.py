@@ -344,12 +344,13 @@ def sample_rows(
     params = policy.head(params)
     begun = prefill(policy, params, prompts, keys, decoding)
     rows, first = first_drawn(begun, decoding)
-    empty = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
+    none = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
+    empty = empty_cache(policy, keys.shape[0], max(max_new - 1, 1))  # the last token is never fed back
     start = _Loop(
         step=jnp.ones((), jnp.int32),
         rows=rows,
-        cache=empty_cache(policy, keys.shape[0], max(max_new - 1, 1)),  # the last token is never fed back
-        drawn=jax.tree.map(lambda every, x: every.at[0].set(x), empty, first),
+        cache=policy.caches.begin(empty, begun.cache),
+        drawn=jax.tree.map(lambda every, x: every.at[0].set(x), none, first),
     )
 
     def advance(loop: _Loop) -> _Loop:

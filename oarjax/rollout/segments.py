@@ -344,7 +344,7 @@ class SegmentedSampler:
             rows, cache, new = decode_step(self._policy, params, rows, cache, prefix, self._decoding)
             return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), drawn, new)
 
-        start = (jnp.zeros((), jnp.int32), rows, caches.window(cache, window), drawn)
+        start = (jnp.zeros((), jnp.int32), rows, caches.begin(caches.window(cache, window), prefix), drawn)
         step, rows, part, drawn = jax.lax.while_loop(wanted, advance, start)
         after = written_back(table, layout, rows, drawn)
         before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))

@@ -1,19 +1,29 @@
 """The two forms of the delta rule against its definition, states, and a policy with them against itself."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_policy import VOCAB, delta_policy
+from delta_policy import MODEL, VOCAB, delta_policy
+from eight_devices import on_eight_devices
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from oarjax.kernels import delta_kernel
 from oarjax.kernels.decode_cache import Window
 from oarjax.models.delta_net import CHUNK, chunked, inverse_of, recurrent
 from oarjax.models.policy import positions_of
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import DeltaSizes
+from oarjax.models.weights import init_params
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.tools.plan.hlo_text import parse
+from oarjax.tools.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices
 from oarjax.types import PromptBatch
 
 
@@ -29,6 +39,10 @@ def defined(q, k, v, log_decay, rate, memory):
     return out, memory
 
 
+def one_device():
+    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+
 @pytest.mark.parametrize("new", [1, CHUNK + 7])
 def test_both_forms_are_the_definition(new, x64):
     draw = np.random.default_rng(0)
@@ -40,6 +54,13 @@ def test_both_forms_are_the_definition(new, x64):
     for form in (chunked, recurrent):
         for found, want in zip(form(*map(jnp.asarray, args)), defined(*args)):
             np.testing.assert_allclose(found, want, atol=1e-10)
+    if new == 1:  # the second of three layers; the others' states stay
+        *inputs, memory = map(jnp.asarray, args)
+        states = jnp.stack([memory + 1, memory, memory + 2])
+        out, after = delta_kernel.step(*inputs, states, number=jnp.int32(1), mesh=one_device())
+        for found, want in zip((out, after[1]), defined(*args)):
+            np.testing.assert_allclose(found, want, atol=1e-10)
+        np.testing.assert_array_equal(after[::2], states[::2])
 
 
 @pytest.mark.parametrize("size", [5, CHUNK])
@@ -139,6 +160,90 @@ def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache)
     np.testing.assert_array_equal(after.state.memory[:, :3], part.state.memory)
     np.testing.assert_array_equal(after.state.memory[:, 3:], moved.state.memory[:, 3:])
+
+
+def test_steps_in_place_behind_states_that_were_begun(tiny, monkeypatch):
+    """As a rollout decodes on a TPU: rows take their prefix's states before the loop, and a kernel updates them."""
+    monkeypatch.setattr(delta_kernel, "step_for", lambda *_: partial(delta_kernel.step, mesh=one_device()))
+    policy = make_policy(MODEL, remat="none", mesh=one_device())
+    prefix, trunk = policy.caches.prefix(tiny.prefix), jax.jit(policy.trunk)
+    cache = policy.caches.begin(policy.caches.init(6, 3), prefix)
+    np.testing.assert_array_equal(cache.state.memory, jnp.repeat(tiny.prefix.state.memory, 3, axis=1))
+    nowhere = jax.tree.map(jnp.zeros_like, prefix.state)  # no step reads it again
+    for t in range(3):
+        hidden, cache = trunk(
+            tiny.params,
+            tiny.policy.embed(tiny.params, tiny.completion[:, t : t + 1]),
+            tiny.positions[:, 5 + t : 6 + t],
+            jnp.ones((6, 1), bool),
+            cache=cache,
+            prefix=replace(prefix, state=nowhere),
+        )
+        np.testing.assert_allclose(hidden[:, 0], tiny.hidden[:, 5 + t], atol=5e-5)  # another form, float32
+
+
+SHARDED = """
+from oarjax.kernels import delta_kernel
+from oarjax.models.delta_net import recurrent
+
+mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+keys = jax.random.split(jax.random.key(0), 6)
+q, k, v = (jax.random.normal(key, (8, 1, 16, 128)) / 11 for key in keys[:3])
+decay, rate = (jax.random.uniform(key, (8, 1, 16)) for key in keys[3:5])
+states = jax.random.normal(keys[5], (2, 8, 16, 128, 128))
+want = recurrent(q, k, v, -decay, rate, states[1])
+out, after = jax.jit(lambda *x: delta_kernel.step(*x, number=jnp.int32(1), mesh=mesh))(q, k, v, -decay, rate, states)
+far = max(float(jnp.abs(a - b).max()) for a, b in zip((out, after[1], after[0]), (*want, states[0])))
+print(far < 2e-6, after.addressable_shards[0].data.shape)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_with_rows_over_eight_devices():
+    assert on_eight_devices(SHARDED).splitlines() == ["True (2, 2, 16, 128, 128)"]
+
+
+@pytest.mark.slow
+def test_a_step_on_a_tpu_moves_no_states_and_no_weights(monkeypatch):
+    """In the compiled loop states are in the kernel's hands alone, and no block's weights leave their stack."""
+    for variable, value in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
+    try:
+        devices = slice_devices(find_slice("v5p:2x2x1"))[:1]
+    except TopologyError:
+        pytest.skip("libtpu is not installed (extra aot)")
+    mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
+    wide = DeltaSizes(interval=3, key_heads=8, value_heads=8, key_dim=128, value_dim=128, taps=4)
+    model = replace(MODEL, hidden_size=256, intermediate_size=384, num_hidden_layers=8, head_dim=128, delta=wide)
+    policy = make_policy(model, mesh=mesh, compute_dtype=jnp.bfloat16)
+
+    def decoded(params, cache, prefix):
+        tokens, alive = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1), bool)
+
+        def step(_, part):
+            return policy.trunk(params, policy.embed(params, tokens), tokens, alive, cache=part, prefix=prefix)[1]
+
+        return jax.lax.fori_loop(0, 3, step, policy.caches.begin(cache, prefix))
+
+    def made():
+        caches = policy.caches.init(8, 64), policy.caches.init(2, 32)
+        return init_params(model, jax.random.key(0), dtype=jnp.bfloat16), *caches
+
+    place = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(made))
+    jax.config.update("jax_enable_compilation_cache", False)  # there are no devices to load programs on
+    try:
+        program = parse(jax.jit(decoded, donate_argnums=1).lower(*shapes).compile().as_text())
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    every = [i for instructions in program.computations.values() for i in instructions.values()]
+    bodies = {i.called("body") for i in every if i.opcode == "while"}
+    inside = [i for name in bodies for i in program.computations[str(name)].values()]
+    moved = [i for i in inside if i.opcode not in ("parameter", "get-tuple-element", "tuple", "while", "bitcast")]
+    assert {i.name.split(".")[0] for i in moved if any(a.sizes[-4:] == (8, 8, 128, 128) for a in i.type)} == {
+        "delta_step"
+    }
+    assert not [i.name for i in moved if any(a.sizes in ((2, 256, 384), (2, 384, 256)) for a in i.type)]
 
 
 def test_no_place_in_the_middle_can_be_computed_again(tiny):

@@ -18,6 +18,7 @@ from functools import cache
 
 from oarjax.costs import Number
 from oarjax.kernels.decode_attention import NAME as DECODE
+from oarjax.kernels.delta_kernel import NAME as DELTA
 from oarjax.tools.plan.hlo_text import Array, HloError, HloProgram, Instruction, parse, type_of
 from oarjax.tools.plan.traffic import hbm_bytes
 
@@ -150,7 +151,7 @@ def _count(
         found.operations[name] += instruction.cycles  # type: ignore[assignment]
     if found.calls.total() == before[2]:  # of a collective the time is on the links
         moved = hbm_bytes(program, instructions, instruction, slots=slots)
-        found.streamed += moved * (opcode == "custom-call" and instruction.name.startswith(DECODE))
+        found.streamed += moved * (opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA)))
         if (found.flops, found.kernels.total()) != before[:2]:
             found.moved += moved
         else:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from oarjax.costs import Number, RowTokens, pass_flops
 from oarjax.kernels.attention_tangent import NAME as TANGENT
 from oarjax.kernels.decode_attention import NAME as DECODE
+from oarjax.kernels.delta_kernel import NAME as DELTA
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import Chip
 
@@ -112,7 +113,7 @@ def kernel_flops(
     experts: int = 0,
     slots: Number | None = None,
 ) -> float:
-    """Count a kernel call's FLOPs: attention, whose partly visible blocks are computed whole, decode, or experts.
+    """Count a kernel call's FLOPs: attention, whose partly visible blocks are computed whole, decode, states, experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
@@ -136,6 +137,8 @@ def kernel_flops(
     if name.startswith(DECODE):
         queries, (*_, length) = next(pair for pair in pairwise(operands) if len(pair[1]) == 5)
         return 4.0 * math.prod(queries) * (slots if slots and name.startswith(f"{DECODE}_rows") else length)
+    if name.startswith(DELTA):  # no matrix products, and it waits for memory
+        return 0.0
     products = next((n for part, n in ATTENTION.items() if part in name), None)
     if products is None:
         raise ValueError(f"kernel {name}: expected one of {', '.join(ATTENTION)}; its FLOPs are not known")

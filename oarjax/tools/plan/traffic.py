@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from oarjax.costs import Number
 from oarjax.kernels.attention_tangent import NAME as TANGENT
 from oarjax.kernels.decode_attention import NAME as DECODE
+from oarjax.kernels.delta_kernel import NAME as DELTA
 from oarjax.kernels.splash import block_of
 from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
@@ -53,6 +54,9 @@ def hbm_bytes(
         read -= (1 - part) * sum(map(_far, caches))
     if opcode == "custom-call" and TANGENT in instruction.name:
         read = _read_by_tangent(operands)
+    if opcode == "custom-call" and instruction.name.startswith(DELTA):  # in place, one layer of all states
+        states = operands[-1]
+        return read + _far(instruction.type) - 2 * (1 - 1 / states[0].sizes[0]) * _far(states)
     # A start's type is its result, its operands again, and its semaphores.
     written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
     return read + _far(written)

@@ -80,6 +80,7 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert kernel_flops(*rows, block=lambda n: 512) == 2 * 2 * 64 * 7 * 128 * 1024
     rows[1].append((28, 1, 64, 2, 1024))  # steps of int8
     assert kernel_flops(*rows, block=lambda n: 512) == 2 * 2 * 64 * 7 * 128 * 1024
+    assert find("delta_step") == 0
     with pytest.raises(ValueError, match="kernel flash: expected one of splash_mha_fwd"):
         find("flash", q, k)
 

@@ -130,6 +130,14 @@ def test_a_tangents_kernel_reads_keys_per_block_of_queries_and_what_draws_share_
     assert found.moved == 4 * of_queries + 4 * times * of_keys * (1 if keys > 512 else 1 / 2) + 4 * 2 * (1024 + keys)
 
 
+def test_a_delta_nets_step_reads_and_writes_the_states_of_one_layer():
+    text = PROGRAM.replace("%near =", "%s = f32[24,4,8,128,128]{4,3,2,1,0} parameter(4)\n  %near =")
+    line = "ROOT %delta_step.1 = (f32[4,8,128]{2,1,0}, f32[24,4,8,128,128]{4,3,2,1,0}) custom-call(%i, %s), "
+    found = executed(text.replace("BODY", line + 'custom_call_target="tpu_custom_call"'))
+    assert found.moved == found.streamed == pytest.approx(4 + 4 * 4 * 8 * 128 + 2 * 4 * 4 * 8 * 128 * 128)
+    assert (found.passed, found.flops) == (0, 0)
+
+
 def test_cycles_are_the_compilers_for_whole_fusions():
     """What an instruction within a fusion would take alone does not count, nor an estimate that is not there."""
     within = '%add.1 = f32[64]{0} add(%bitcast.1, %p.2), backend_config={"window_config":{"estimated_cycles":"50"}}'
