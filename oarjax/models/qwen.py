@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from oarjax.kernels import decode_cache, delta_kernel
 from oarjax.kernels.attention import AttentionKind, segment_mixer
 from oarjax.kernels.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
-from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, written
+from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, written
 from oarjax.kernels.precision import in_full, precision_of
 from oarjax.kernels.splash import LANES, causal_mixer, check_splash
 from oarjax.models import policy

@@ -11,18 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from oarjax.kernels import delta_kernel
 from oarjax.kernels.attention import Segment, attend, segment_mixer
 from oarjax.kernels.decode_attention import kernel_mixer
 from oarjax.kernels.decode_cache import layer as layer_of
 from oarjax.kernels.decode_cache import rounded, written
 from oarjax.kernels.precision import full_precision
 from oarjax.kernels.splash import splash
+from oarjax.models.delta_net import recurrent
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
 from oarjax.tools.accept.setting import StageSetting, best_seconds
 from oarjax.types import DecodeCache
 
 ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
 """Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
+STATES = 1e-5
+"""Bound on the error of states and results in float32."""
 CASES = (*itertools.product((64, 128), (576, 640, 1344, 1536), (128, 512)),)
 CASES += ((128, 1536, 256), (128, 1536, 384), (128, 1280, 640), (256, 1344, 256), (256, 1536, 512))
 """Widths of a head, tokens, and sizes of blocks; the last ones are what the shipped configs use."""
@@ -38,7 +42,22 @@ def attention(s: StageSetting) -> list[Check]:
         checks += _compare(s, width, length, block)
     for width, int8 in itertools.product((64,) if s.small else (64, 128, 256), (False, True)):
         checks += _decode(s, width, int8=int8)
-    return checks
+    return [*checks, _states(s)]
+
+
+def _states(s: StageSetting) -> Check:
+    """Compare the kernel of a delta net's step with its definition, in float32."""
+    place = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    rows, heads = (2, 8) if s.small else (16, 32)
+    keys = jax.random.split(jax.random.key(3), 6)
+    q, k, v = (jax.random.normal(key, (rows, 1, heads, 128)) / 128**0.5 for key in keys[:3])
+    decay, rate = (jax.random.uniform(key, (rows, 1, heads)) for key in keys[3:5])
+    states = jax.random.normal(keys[5], (2, rows, heads, 128, 128))
+    inputs, number = (q, k, v, -decay, rate), jnp.ones((), jnp.int32)
+    out, after = jax.jit(partial(delta_kernel.step, mesh=place))(*inputs, states, number=number)
+    want = jax.jit(recurrent)(*inputs, states[1])
+    error = _error((out, after[1], after[0]), (*want, states[0]))
+    return at_most("a step of delta nets", error, STATES, note="largest error, of the largest number")
 
 
 def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check]:
