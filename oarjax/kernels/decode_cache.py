@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.delta_net import state_before
-from oarjax.types import DecodeCache, HybridCache, KVCache, Window
+from oarjax.types import DecodeCache, DeltaState, HybridCache, KVCache, Window
 
 Cache = KVCache | DecodeCache
 SLOT_AXES = {"k": 4, "v": 3, "steps": 4}
@@ -72,6 +71,28 @@ def begun(cache: DecodeCache, prefix: DecodeCache | None) -> DecodeCache:
     before = None if prefix is None else prefix.state
     state = state_before(cache.state, written(cache).any(1), before, jax.tree.map(jnp.zeros_like, cache.state), axis=1)
     return replace(cache, state=state, begun=True)
+
+
+def state_before(
+    stored: DeltaState | None,
+    begun: Bool[Array, "B"] | None,
+    prefix: DeltaState | None,
+    empty: DeltaState,
+    *,
+    axis: int = 0,
+) -> DeltaState:
+    """Return the state before the new tokens: a row's own where it has begun, else that of its prefix.
+
+    Row b continues prefix row b // G, or starts from ``empty`` where there is no prefix. ``axis`` is that of rows: 0 in
+    one layer's state, 1 in all layers'.
+    """
+    rows = empty.tail.shape[axis]
+    before = empty
+    if prefix is not None:
+        before = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[axis], axis=axis), prefix)
+    if stored is None or begun is None:
+        return before
+    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y), stored, before)
 
 
 def closed(cache: DecodeCache, part: DecodeCache) -> DecodeCache:

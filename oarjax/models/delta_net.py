@@ -217,25 +217,3 @@ def empty_state(sizes: DeltaSizes, *shape: int, dtype: Any) -> DeltaState:
     """Return the state before any token; ``shape`` is [L, B] or [B]."""
     memory = (*shape, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     return DeltaState(jnp.zeros(memory, dtype), jnp.zeros((*shape, sizes.taps - 1, sizes.channels), dtype))
-
-
-def state_before(
-    stored: DeltaState | None,
-    begun: Bool[Array, "B"] | None,
-    prefix: DeltaState | None,
-    empty: DeltaState,
-    *,
-    axis: int = 0,
-) -> DeltaState:
-    """Return the state before the new tokens: a row's own where it has begun, else that of its prefix.
-
-    Row b continues prefix row b // G, or starts from ``empty`` where there is no prefix. ``axis`` is that of rows: 0 in
-    one layer's state, 1 in all layers'.
-    """
-    rows = empty.tail.shape[axis]
-    before = empty
-    if prefix is not None:
-        before = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[axis], axis=axis), prefix)
-    if stored is None or begun is None:
-        return before
-    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y), stored, before)

@@ -20,14 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.kernels import decode_cache, delta_kernel
+from oarjax.kernels import decode_cache
 from oarjax.kernels.attention import AttentionKind, segment_mixer
 from oarjax.kernels.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
-from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, written
+from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, state_before, written
 from oarjax.kernels.precision import in_full, precision_of
 from oarjax.kernels.splash import LANES, causal_mixer, check_splash
-from oarjax.models import policy
-from oarjax.models.delta_net import empty_state, state_before
+from oarjax.models import delta_kernel, policy
+from oarjax.models.delta_net import empty_state
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind, experts_of_step
 from oarjax.models.policy import Policy, RowCaches

@@ -12,8 +12,8 @@ from delta_policy import MODEL, VOCAB, delta_policy
 from eight_devices import on_eight_devices
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from oarjax.kernels import delta_kernel
 from oarjax.kernels.decode_cache import Window
+from oarjax.models import delta_kernel
 from oarjax.models.delta_net import CHUNK, chunked, inverse_of, recurrent
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
@@ -183,7 +183,7 @@ def test_steps_in_place_behind_states_that_were_begun(tiny, monkeypatch):
 
 
 SHARDED = """
-from oarjax.kernels import delta_kernel
+from oarjax.models import delta_kernel
 from oarjax.models.delta_net import recurrent
 
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -145,10 +145,10 @@ def test_what_may_differ_and_what_may_not():
         "checkpoint.keep was 2, is 9",
         "report.html was True, is False",
     ]
-    assert differ("mesh.data=1", "update.microbatch=32", "rollout.tensor=1").rounding == [
+    assert differ("mesh.data=1", "update.microbatch=64", "rollout.tensor=1").rounding == [
         "mesh.data was -1, is 1",
         "rollout.tensor was None, is 1",
-        "update.microbatch was 64, is 32",
+        "update.microbatch was 32, is 64",
     ]
     assert differ("plan.topology=v5e-8", "lab.problems=7").harmless == [
         "lab.problems was 100, is 7",

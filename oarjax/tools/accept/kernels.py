@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from oarjax.kernels import delta_kernel
 from oarjax.kernels.attention import Segment, attend, segment_mixer
 from oarjax.kernels.decode_attention import kernel_mixer
 from oarjax.kernels.decode_cache import layer as layer_of
 from oarjax.kernels.decode_cache import rounded, written
 from oarjax.kernels.precision import full_precision
 from oarjax.kernels.splash import splash
+from oarjax.models import delta_kernel
 from oarjax.models.delta_net import recurrent
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
 from oarjax.tools.accept.setting import StageSetting, best_seconds

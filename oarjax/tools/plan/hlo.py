@@ -18,7 +18,7 @@ from functools import cache
 
 from oarjax.costs import Number
 from oarjax.kernels.decode_attention import NAME as DECODE
-from oarjax.kernels.delta_kernel import NAME as DELTA
+from oarjax.models.delta_kernel import NAME as DELTA
 from oarjax.tools.plan.hlo_text import Array, HloError, HloProgram, Instruction, parse, type_of
 from oarjax.tools.plan.traffic import hbm_bytes
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 from oarjax.costs import Number, RowTokens, pass_flops
 from oarjax.kernels.attention_tangent import NAME as TANGENT
 from oarjax.kernels.decode_attention import NAME as DECODE
-from oarjax.kernels.delta_kernel import NAME as DELTA
 from oarjax.models.decoder import Decoder
+from oarjax.models.delta_kernel import NAME as DELTA
 from oarjax.system.chips import Chip
 
 

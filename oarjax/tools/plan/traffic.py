@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from oarjax.costs import Number
 from oarjax.kernels.attention_tangent import NAME as TANGENT
 from oarjax.kernels.decode_attention import NAME as DECODE
-from oarjax.kernels.delta_kernel import NAME as DELTA
 from oarjax.kernels.splash import block_of
+from oarjax.models.delta_kernel import NAME as DELTA
 from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
 FREE = {
