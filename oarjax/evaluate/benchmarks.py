@@ -85,8 +85,8 @@ FIRST_ANSWER = r"(?s)\A.*?[Tt]he answer is:?\s*\$?([^\n]*?)\$?\.?\s*(?:\n|\Z)"
 
 def few_shot() -> str:
     """Write the worked problems as a prompt's format."""
-    shown = [f"Question: {q}\nAnswer: {steps} The answer is {answer}." for q, steps, answer in EXAMPLES]
-    return "\n\n".join([*shown, "Question: {prompt}\nAnswer:"])
+    examples = [f"Question: {q}\nAnswer: {steps} The answer is {answer}." for q, steps, answer in EXAMPLES]
+    return "\n\n".join([*examples, "Question: {prompt}\nAnswer:"])
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -135,19 +135,19 @@ def read_names(text: str) -> list[Asked]:
     Raises:
         ConfigError: none, one twice, or a file that is not there.
     """
-    asked = [_read_name(part.strip()) for part in text.split(",") if part.strip()]
-    if not asked:
+    benchmarks = [_read_name(part.strip()) for part in text.split(",") if part.strip()]
+    if not benchmarks:
         raise ConfigError(
             f"--data: expected names out of {', '.join(BENCHMARKS)}, name=file.jsonl, .jsonl or .parquet files, or hub "
             f"datasets, with commas between them, got {text!r}"
         )
-    name, times = Counter(a.name for a in asked).most_common(1)[0]
+    name, times = Counter(a.name for a in benchmarks).most_common(1)[0]
     if times > 1:
         raise ConfigError(
             f"--data: {times} of {text!r} are called {name!r}, and results are kept by name (a file's is its own "
             "without folder and ending); name each once, rename a file, or evaluate them one at a time"
         )
-    return asked
+    return benchmarks
 
 
 def _read_name(text: str) -> Asked:

@@ -103,20 +103,21 @@ def run(
         UntrustedCode: the run names code that is not known to be the user's own, and ``trust_code`` was not given.
     """
     console = Console(stderr=True, quiet=True) if as_json else make_console()
-    found = find_target(target)
-    asked = [own_problems(found, target)] if data is None else read_names(data)
-    asked = [as_run_asks(found, each, prompt) for each in asked]
+    origin = find_target(target)
+    benchmarks = [own_problems(origin, target)] if data is None else read_names(data)
+    benchmarks = [as_run_asks(origin, benchmark, prompt) for benchmark in benchmarks]
     preset = sampling_preset(family)
-    folder = out or _folder(target, found, asked, k, temperature, family)
+    folder = out or _folder(target, origin, benchmarks, k, temperature, family)
     trees = [
-        (a.name, *config_tree(found, a.benchmark, prompt, k, temperature, preset, overrides, folder)) for a in asked
+        (a.name, *config_tree(origin, a.benchmark, prompt, k, temperature, preset, overrides, folder))
+        for a in benchmarks
     ]
     configs = [config_of(tree) for _, _, tree in trees]
-    if found.folder is not None:
-        own = any(o.startswith("grading.plugins=") for o in overrides)
+    if origin.folder is not None:
+        plugins_given = any(o.startswith("grading.plugins=") for o in overrides)
         for cfg in configs:
-            places = [place for place in code_places(cfg) if not (own and place.startswith("grading.plugins="))]
-            check_trust(places, found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
+            places = [code for code in code_places(cfg) if not (plugins_given and code.startswith("grading.plugins="))]
+            check_trust(places, origin.folder, source=str(origin.folder / "config.yaml"), trusted=trust_code)
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [with_batch(cfg, batch_of(configs[0])) for cfg in configs]
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
@@ -127,12 +128,12 @@ def run(
         if first.first:
             stack.enter_context(locked(folder, option="--out"))
         stack.enter_context(storage_errors(folder))
-        identity = _identity(found, parts)
+        identity = _identity(origin, parts)
         only_first(lambda: _claim(folder, identity))
         _announce(console, parts, folder)
         result = {**identity, "version": version("oarjax"), "intervals": INTERVALS}
         samples = stack.enter_context(closing(SampleLines(folder / "samples.jsonl"))) if first.first else None
-        params = load_target(found, first)
+        params = load_target(origin, first)
         for part in parts:
             records, cfg = evaluate_part(part, params, samples), part.run.cfg
             if samples is not None:
@@ -192,14 +193,14 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
         grader = stack.enter_context(run.grader())
         progress = stack.enter_context(Progress(total, label=part.name, console=run.console))
         for batch in graded_batches(run, grader, params, part.encoded, skip=skip):
-            drawn = sample_records(part, batch)
+            batch_records = sample_records(part, batch)
             if samples is not None:
-                samples.write(drawn)
-            records += drawn
+                samples.write(batch_records)
+            records += batch_records
             scores = [r["score"] for r in records if r["score"] is not None]
-            shown = {"score": sum(scores) / max(len(scores), 1)}
-            shown["length"] = sum(r["tokens"] for r in records) / len(records)
-            progress.update(len(records) // count, shown)
+            metrics = {"score": sum(scores) / max(len(scores), 1)}
+            metrics["length"] = sum(r["tokens"] for r in records) / len(records)
+            progress.update(len(records) // count, metrics)
     return records
 
 
@@ -300,8 +301,8 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
     """
     identity_file = folder / "evaluation.json"
     if exists(identity_file):
-        was, now = flatten(_claimed(identity_file)), flatten(identity)
-        differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
+        saved, current = flatten(_claimed(identity_file)), flatten(identity)
+        differ = [name for name in sorted(saved | current) if saved.get(name) != current.get(name)]
         if differ:
             resume = "" if "policy.weights" in differ else ", or the command that it was started with to resume it"
             raise ConfigError(
@@ -334,15 +335,15 @@ def _claimed(path: Path) -> dict[str, Any]:
 
 def _announce(console: Console, parts: Sequence[Part], folder: Path) -> None:
     cfg = parts[0].run.cfg
-    shown = {name: value for name, value in parts[0].run.facts().items() if name in ("device", "mesh", "policy")}
-    shown["samples"] = f"{cfg.eval.samples} a problem, " + (
+    facts = {name: value for name, value in parts[0].run.facts().items() if name in ("device", "mesh", "policy")}
+    facts["samples"] = f"{cfg.eval.samples} a problem, " + (
         f"temperature {cfg.eval.temperature:g}" if cfg.eval.temperature else "greedy"
     )
     for part in parts:
-        left = part.encoded.dropped
-        rest = f", {left} over {part.run.cfg.data.max_prompt} tokens LEFT OUT" if left else ""
+        dropped = part.encoded.dropped
+        dropped_note = f", {dropped} over {part.run.cfg.data.max_prompt} tokens LEFT OUT" if dropped else ""
         limit = part.run.cfg.rollout.max_new
-        shown[part.name] = f"{len(part.encoded)} problems, prompt {part.prompt}, up to {limit} tokens{rest}"
-    shown["folder"] = folder
-    for name, value in shown.items():
+        facts[part.name] = f"{len(part.encoded)} problems, prompt {part.prompt}, up to {limit} tokens{dropped_note}"
+    facts["folder"] = folder
+    for name, value in facts.items():
         console.print(visible(f"{name:<12}{value}"), markup=False)

@@ -81,5 +81,5 @@ def check_fields(overrides: Sequence[str]) -> None:
     except ValidationError as error:
         unknown = [e for e in error.errors() if e["type"] == "extra_forbidden"]
         if unknown:
-            wrong = ValidationError.from_exception_data(error.title, unknown)  # type: ignore[arg-type]
-            raise explained(wrong, Config, source="oarjax evaluate") from None
+            unknown_fields = ValidationError.from_exception_data(error.title, unknown)  # type: ignore[arg-type]
+            raise explained(unknown_fields, Config, source="oarjax evaluate") from None

@@ -29,13 +29,13 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
     choose_platform("cpu")
     origin = find_target(source)
     cfg, folder = read_config(origin.policy, revision=origin.revision)
-    params, kept = target_params(origin, cfg, folder)
+    params, kept_dtype = target_params(origin, cfg, folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
-    written = kept if dtype == "keep" else jnp.dtype(dtype)
+    export_dtype = kept_dtype if dtype == "keep" else jnp.dtype(dtype)
     try:
         sizes = {"shard_bytes": int(shard_gb * 1e9), "untie": untie}
-        export(target, cfg, params, source=folder, dtype=written, stop_ids=stops, **sizes)
+        export(target, cfg, params, source=folder, dtype=export_dtype, stop_ids=stops, **sizes)
     except OSError as error:
         raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
     what = f" of {origin.checkpoint}" if origin.checkpoint is not None else ""

@@ -41,9 +41,9 @@ def as_run_asks(target: Target, asked: Asked, prompt: str) -> Asked:
     """Ask a run's policy the problems of a file as the run asks its own, unless --prompt says how."""
     if target.cfg is None or asked.benchmark.named or prompt != "auto":
         return asked
-    own = target.cfg.data.eval or target.cfg.data.train
-    columns = {} if own.source.startswith("builtin:") else {"prompt_field", "answer_field"} & own.model_fields_set
-    source = {name: getattr(own, name) for name in ("system_prompt", *columns)}
+    data = target.cfg.data.eval or target.cfg.data.train
+    columns = {} if data.source.startswith("builtin:") else {"prompt_field", "answer_field"} & data.model_fields_set
+    source = {name: getattr(data, name) for name in ("system_prompt", *columns)}
     return _as_run(target, asked.name, source | asked.benchmark.data)
 
 
@@ -53,7 +53,7 @@ def _as_run(target: Target, name: str, source: dict[str, Any]) -> Asked:
     fields = tuple(name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit.")))
     tree = {path: value for path, value in flatten(cfg.model_dump(mode="json")).items() if path.startswith(fields)}
     of_eval = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    tree |= {"seed": cfg.seed, **{f"eval.{each}": getattr(cfg.eval, each) for each in of_eval}}
+    tree |= {"seed": cfg.seed, **{f"eval.{setting}": getattr(cfg.eval, setting) for setting in of_eval}}
     settings = {path: value for path, value in tree.items() if not path.startswith("data.eval.")}
     return Asked(name, Benchmark(source, max_new=cfg.rollout.max_new, settings=settings, prompt="own"))
 
@@ -146,8 +146,8 @@ def config_of(tree: dict[str, Any]) -> Config:
         source = DatasetConfig.model_validate(data.pop("eval"))
     except ValidationError as error:
         raise explained(error, DatasetConfig, source="data.eval") from None
-    named = source.source.startswith("builtin:") or source.model_fields_set & {"prompt_field", "answer_field"}
-    data["train"] = (source if named else find_fields(source)).model_dump(mode="json")
+    names_fields = source.source.startswith("builtin:") or source.model_fields_set & {"prompt_field", "answer_field"}
+    data["train"] = (source if names_fields else find_fields(source)).model_dump(mode="json")
     cfg = parse_config(tree | {"data": data}, source="oarjax evaluate")
     return with_batch(cfg, cfg.eval.batch)
 

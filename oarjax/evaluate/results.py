@@ -117,14 +117,14 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: no benchmark in common, or one with other problems.
     """
-    both = [name for name in ours["benchmarks"] if name in theirs["benchmarks"]]
-    if not both:
+    common = [name for name in ours["benchmarks"] if name in theirs["benchmarks"]]
+    if not common:
         raise ConfigError(
             f"the two evaluations share no benchmark: {', '.join(ours['benchmarks'])} and "
             f"{', '.join(theirs['benchmarks'])}; evaluate both on the same --data"
         )
     out = {}
-    for name in both:
+    for name in common:
         a, b = ours["benchmarks"][name], theirs["benchmarks"][name]
         if a["data"] != b["data"] or a["by_problem"]["problem"] != b["by_problem"]["problem"]:
             raise ConfigError(

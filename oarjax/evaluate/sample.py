@@ -69,7 +69,7 @@ def run(
     if record is not None and environment is not None:
         raise ConfigError("--record: records are of single turns, and the run plays episodes; leave it out")
     if environment is not None and cfg is not None and target.folder is not None:
-        places = [place for place in code_places(cfg) if place.startswith("rollout.environment.")]
+        places = [code for code in code_places(cfg) if code.startswith("rollout.environment.")]
         check_trust(places, target.folder, source=str(target.folder / "config.yaml"), trusted=trust_code)
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
@@ -99,22 +99,22 @@ def run(
         params = load_params(folder, model, dtype=compute)
     else:
         params = jax.tree.map(lambda x: x.astype(compute), target_params(target, model, folder)[0])
-    drawn = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
+    sample_batch = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
     reply = None if cfg is None else reply_of(environment, cfg.data, tokenizer, stops)
     if environment is not None and cfg is not None and reply is not None:
-        further = SegmentedSampler(functions, decoding, keys_of=row_keys, group=1)
-        source = SamplerSource(draw, Spent, lambda params: params, lambda tree: tree, jax.device_get, further)
+        later_turns = SegmentedSampler(functions, decoding, keys_of=row_keys, group=1)
+        source = SamplerSource(draw, Spent, lambda params: params, lambda tree: tree, jax.device_get, later_turns)
         source.sync(params, 0)
         with start_environments(environment, cfg.grading) as environments:
             columns = [{cfg.data.train.prompt_field: prompt} for prompt in prompts]
             text = lambda ids: cut_text(text_of(ids, table), stop)  # noqa: E731
             episodes = EpisodeSource(source, environments, text, reply, columns.__getitem__, most=environment.turns)
-            rollout = rollout_of(drawn, requested(drawn, episodes.draw(drawn)), pad_id=pad)
+            rollout = rollout_of(sample_batch, requested(sample_batch, episodes.draw(sample_batch)), pad_id=pad)
     else:
         rollout = jax.device_get(draw(params, batch, jax.random.key(seed)))
     if record is not None:
         with storage_errors(record), closing(Lines(record)) as lines:
-            for request, turn in zip(drawn.requests, turns_of(drawn, rollout, version=0), strict=True):
+            for request, turn in zip(sample_batch.requests, turns_of(sample_batch, rollout, version=0), strict=True):
                 lines.write(line_of(request, turn))
             lines.sync()
     for row in range(len(rollout.ended)):
@@ -123,8 +123,8 @@ def run(
         cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
         if rollout.origin is not None and rollout.origin.failed is not None and rollout.origin.failed[row]:
             cut = "  [the environment failed]"
-        shown = Text()
+        transcript = Text()
         for turn in played_turns(rollout, table, rows=[row])[0]:
-            observed = "\n" + turn.observed.strip("\n") + "\n" if shown else turn.observed
-            shown.append(Text(visible(observed), style="dim")).append(Text(visible(cut_text(turn.text, stop))))
-        console.print(shown.append(Text(cut, style="yellow")))
+            observed = "\n" + turn.observed.strip("\n") + "\n" if transcript else turn.observed
+            transcript.append(Text(visible(observed), style="dim")).append(Text(visible(cut_text(turn.text, stop))))
+        console.print(transcript.append(Text(cut, style="yellow")))

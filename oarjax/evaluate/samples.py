@@ -30,18 +30,18 @@ class SampleLines:
 
     def known(self, benchmark: str, problems: int, *, samples: int, batch: int) -> list[dict[str, Any]]:
         """Return the known samples of the ``problems``, up to the last whole batch, in the order written."""
-        mine: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for record in self._records[self._at :]:
             if record.get("benchmark") != benchmark:
                 break
-            mine.append(record)
-        whole = min(len(mine) // samples, problems)
-        whole = whole if whole == problems else whole // batch * batch
-        self._at += whole * samples
-        if whole < problems and self._lines is None:
+            records.append(record)
+        count = min(len(records) // samples, problems)
+        count = count if count == problems else count // batch * batch
+        self._at += count * samples
+        if count < problems and self._lines is None:
             del self._records[self._at :]
             self._lines = Lines(self._path, position=self._ends[self._at - 1] if self._at else 0)
-        return mine[: whole * samples]
+        return records[: count * samples]
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Append a batch; it is on disk on return."""

@@ -60,8 +60,8 @@ def find_target(text: str) -> Target:
         refuse_special(folder)
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {folder} has none")
-        if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
-            raise ConfigError(f"{path}: this checkpoint is damaged: {wrong}; use another")
+        if (fault := misplaced(path, run_id(folder)) or damage(path)) is not None:
+            raise ConfigError(f"{path}: this checkpoint is damaged: {fault}; use another")
         cfg = saved_config(folder)
         return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg.policy, path), folder)
     _check_policy(path, text)
@@ -160,8 +160,8 @@ def target_params(target: Target, model: QwenConfig, folder: Path) -> tuple[Para
     """
     if target.cfg is None or target.checkpoint is None:
         return load_params(folder, model, dtype=stored_dtype(folder)), stored_dtype(folder)
-    kept = target.cfg.export.dtype or (stored_dtype(folder) if target.cfg.lora.rank else jnp.float32)
-    return checkpoint_params(Run(target.cfg, mesh=one_device(), model=model, source=folder), target.checkpoint), kept
+    dtype = target.cfg.export.dtype or (stored_dtype(folder) if target.cfg.lora.rank else jnp.float32)
+    return checkpoint_params(Run(target.cfg, mesh=one_device(), model=model, source=folder), target.checkpoint), dtype
 
 
 def one_device() -> Mesh:

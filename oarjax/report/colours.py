@@ -30,9 +30,9 @@ def styles(names: Sequence[str]) -> list[tuple[int, int]]:
     """Return (colour, number among the names of that colour) for each name; that of a known method is fixed."""
     fixed = [next((colour for word, colour in FAMILIES if word in name.lower()), None) for name in names]
     free = [c for c in range(len(LIGHT)) if c not in fixed] + [c for c in range(len(LIGHT)) if c in fixed]
-    colours, others = [], 0
+    colours, unnamed = [], 0
     for colour in fixed:
         if colour is None:
-            colour, others = free[others % len(free)], others + 1
+            colour, unnamed = free[unnamed % len(free)], unnamed + 1
         colours.append(colour)
     return [(colour, colours[:i].count(colour)) for i, colour in enumerate(colours)]

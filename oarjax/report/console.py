@@ -365,11 +365,11 @@ class OnceWarnings:
 
     def check(self, iteration: int, metrics: Metrics) -> list[str]:
         """Print the warnings that apply to these metrics; return the new ones."""
-        new = []
+        texts = []
         for rule, message in self._applying(metrics):
             text = f"iteration {iteration}: {message}"
-            new += [text] if self.say(rule.key or rule.metric, text) else []
-        return new
+            texts += [text] if self.say(rule.key or rule.metric, text) else []
+        return texts
 
     def _applying(self, metrics: Metrics) -> list[tuple[Rule, str]]:
         """Return the rules that apply with their messages; remember the first finite value of every metric."""
@@ -377,12 +377,12 @@ class OnceWarnings:
         for rule in self._rules:
             if rule.metric not in metrics or (rule.metric == "sampler_gap" and float(metrics.get("lag", 0)) > 0):
                 continue  # tokens that an older policy drew differ as they should, and are corrected for
-            now = float(metrics[rule.metric])
-            if math.isfinite(now):
-                self._first.setdefault(rule.metric, now)
-            first = self._first.get(rule.metric, now)
-            if rule.applies(now, first, rule.limit):
-                applying.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
+            value = float(metrics[rule.metric])
+            if math.isfinite(value):
+                self._first.setdefault(rule.metric, value)
+            first = self._first.get(rule.metric, value)
+            if rule.applies(value, first, rule.limit):
+                applying.append((rule, rule.text.format(now=value, first=first, limit=rule.limit)))
         return applying
 
     def check_sampling(self, *, top_k: int, top_p: float, min_p: float = 0.0, repetition_penalty: float = 1.0) -> None:

@@ -48,8 +48,8 @@ def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
 
 def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]:
     """Return the first and last iteration of any run, so that all panels share an axis."""
-    seen = [float(record["iteration"]) for records in runs.values() for record in records]
-    return (min(seen), max(seen)) if seen else (0.0, 1.0)
+    iterations = [float(record["iteration"]) for records in runs.values() for record in records]
+    return (min(iterations), max(iterations)) if iterations else (0.0, 1.0)
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
@@ -71,26 +71,26 @@ def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
     """
     panels = drawn_panels(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for path, shown in [(folder / "curves.png", panels), *((folder / _file_name(p), [p]) for p in panels)]:
-        across = min(len(shown), 3) or 1
-        down = -(-len(shown) // across) or 1
+    paths = []
+    for path, drawn_in in [(folder / "curves.png", panels), *((folder / _file_name(p), [p]) for p in panels)]:
+        across = min(len(drawn_in), 3) or 1
+        down = -(-len(drawn_in) // across) or 1
         figure = new_figure(4.2 * across, 2.9 * down + 0.5, dpi=150)
         axes = figure.subplots(down, across, squeeze=False).ravel()
         first, last = iteration_range(runs)
-        for axis, panel in zip(axes, shown):
+        for axis, panel in zip(axes, drawn_in):
             _draw(axis, panel, runs)
             axis.set_xlim(first, max(last, first + 1))
-        for axis in axes[len(shown) :]:
+        for axis in axes[len(drawn_in) :]:
             axis.set_axis_off()
         lines = {line.get_label(): line for axis in axes for line in axis.lines if line.get_label() in runs}
         if len(runs) > 1 and lines:
-            named = [name for name in runs if name in lines]
-            handles = [lines[name] for name in named]
-            figure.legend(handles, named, loc="outside upper center", ncols=min(len(named), 4), frameon=False)
+            labels = [name for name in runs if name in lines]
+            handles = [lines[name] for name in labels]
+            figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4), frameon=False)
         figure.savefig(path)
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths
 
 
 def _file_name(panel: Panel) -> str:

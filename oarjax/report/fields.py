@@ -39,13 +39,13 @@ def field_rows(section: str = "") -> list[FieldRow]:
     """
     schema = Config.model_json_schema()
     rows = list(_rows(schema, schema, ""))
-    chosen = [row for row in rows if section in ("", row.path) or row.path.startswith(f"{section}.")]
-    if not chosen:
+    matching = [row for row in rows if section in ("", row.path) or row.path.startswith(f"{section}.")]
+    if not matching:
         parents = sorted({row.path.rsplit(".", 1)[0] for row in rows if "." in row.path})
         nearest = get_close_matches(section, [*parents, *(row.path for row in rows)], n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"config: no section or field {section!r}; {hint}sections: {', '.join(parents)}")
-    return chosen
+    return matching
 
 
 def show_fields(section: str, *, as_json: bool) -> None:

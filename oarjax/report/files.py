@@ -321,8 +321,8 @@ def _completion_row(record: dict[str, Any]) -> CompletionRow:
     numbers: dict[str, Any] = {name: number(record[name]) for name in ("reward", "advantage")}
     weights = [number(w) for w in record["weights"]]
     rewards = {str(k): number(v) for k, v in record["rewards"].items()}
-    each = [(int(turn["tokens"]), str(turn["observed"]), number(turn["reward"])) for turn in record.get("turns", ())]
-    turns = tuple(ShownTurn(*turn) for turn in each)
+    fields = [(int(turn["tokens"]), str(turn["observed"]), number(turn["reward"])) for turn in record.get("turns", ())]
+    turns = tuple(ShownTurn(*turn) for turn in fields)
     row = CompletionRow(**(record | numbers | {"weights": weights, "rewards": rewards, "turns": turns}))
     texts = (row.prompt, row.completion, row.verdict, row.note, row.answer or "", row.reference or "", *row.tokens)
     if not all(isinstance(text, str) for text in texts):

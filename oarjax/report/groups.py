@@ -70,9 +70,9 @@ def write_shown(folder: Path, iteration: int, table: dict[str, Any], *, count: i
         if group == len(groups):
             groups.append({"prompt": table["prompt"][row], "reference": table["reference"][row], "completions": []})
         names = ("completion", "answer", "reward", "advantage", "verdict", "tokens", "ended")
-        each = {name: table[name][row] for name in names}
-        each["rewards"] = {name.removeprefix("reward/"): table[name][row] for name in rewards}
-        groups[-1]["completions"].append(each)
+        completion = {name: table[name][row] for name in names}
+        completion["rewards"] = {name.removeprefix("reward/"): table[name][row] for name in rewards}
+        groups[-1]["completions"].append(completion)
     path = folder / SHOWN / f"{iteration:06d}.json"
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,18 +87,18 @@ def read_shown(folder: Path) -> list[ShownGroup]:
         DamagedError: a file is not what a run wrote.
         StorageError: a file cannot be read.
     """
-    shown = []
+    groups = []
     for path in sorted((folder / SHOWN).glob("*.json")):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            shown += [_group(int(tree["iteration"]), group) for group in tree["groups"]]
+            groups += [_group(int(tree["iteration"]), group) for group in tree["groups"]]
         except OSError as error:
             raise cannot_read(path, error) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
                 f"{path} is not what a run wrote ({error}); put a good copy there, or remove it"
             ) from None
-    return shown
+    return groups
 
 
 def _group(iteration: int, tree: dict[str, Any]) -> ShownGroup:
@@ -157,7 +157,7 @@ def write_groups(folder: Path, iteration: int, table: dict[str, Any]) -> Path:
     columns = {name: pyarrow.array(values, from_pandas=True) for name, values in table.items()}
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        parquet.write_table(pyarrow.table(columns), beside, compression="zstd")
-        os.replace(beside, path)
+        partial_file = path.with_suffix(".part")
+        parquet.write_table(pyarrow.table(columns), partial_file, compression="zstd")
+        os.replace(partial_file, path)
     return path

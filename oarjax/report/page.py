@@ -161,16 +161,16 @@ def token_pieces(row: CompletionRow) -> list[TokenPiece]:
 
 def with_turns(pieces: Sequence[TokenPiece], row: CompletionRow) -> list[TokenPiece]:
     """Put before the tokens of every turn its number, reward and mean weight, and what the environment had said."""
-    shown, start = [], 0
-    for place, turn in enumerate(row.turns, start=1):
+    parts, start = [], 0
+    for index, turn in enumerate(row.turns, start=1):
         end = start + turn.tokens
         weights = row.weights[start:end]
         mean = short(sum(weights) / len(weights)) if weights else "-"
-        said = "\n" * (place > 1) + (turn.observed.rstrip("\n") + "\n" if turn.observed else "")
-        head = f"turn {place}, reward {short(turn.reward)}, weight {mean}: "
-        shown += [TokenPiece(cut(said, LONGEST), "", "plain", "the environment"), TokenPiece(head, "", "turn", "")]
-        shown, start = [*shown, *pieces[start:end]], end
-    return [piece for piece in shown if piece.text]
+        text = "\n" * (index > 1) + (turn.observed.rstrip("\n") + "\n" if turn.observed else "")
+        head = f"turn {index}, reward {short(turn.reward)}, weight {mean}: "
+        parts += [TokenPiece(cut(text, LONGEST), "", "plain", "the environment"), TokenPiece(head, "", "turn", "")]
+        parts, start = [*parts, *pieces[start:end]], end
+    return [piece for piece in parts if piece.text]
 
 
 def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def group_cards(groups: Sequence[ShownGroup]) -> list[tuple[int, list[dict[str, 
     Within a group, completions without a grade come first, then those with the lowest rewards.
     """
     cards = []
-    seen = sorted({group.iteration for group in groups})
-    last, count = len(seen) - 1, min(len(seen), TIMES)
-    for iteration in [seen[round(i * last / max(count - 1, 1))] for i in range(count)]:
-        chosen = [group for group in groups if group.iteration == iteration]
-        cards.append((iteration, [_group_card(g) for g in sorted(chosen, key=lambda g: _by_reward(g.mean_reward))]))
+    iterations = sorted({group.iteration for group in groups})
+    last, count = len(iterations) - 1, min(len(iterations), TIMES)
+    for iteration in [iterations[round(i * last / max(count - 1, 1))] for i in range(count)]:
+        subset = [group for group in groups if group.iteration == iteration]
+        cards.append((iteration, [_group_card(g) for g in sorted(subset, key=lambda g: _by_reward(g.mean_reward))]))
     return cards
 
 
@@ -234,9 +234,9 @@ def _group_card(group: ShownGroup) -> dict[str, Any]:
 
 
 def _chips(row: ShownCompletion) -> list[tuple[str, str]]:
-    each = [(name, short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
-    ended = [] if row.ended else [("cut at", f"{row.tokens} tokens")]
-    return [*each, ("advantage", f"{row.advantage:+.2f}"), ("answer", cut(row.answer or "none found", 80)), *ended]
+    rewards = [(name, short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
+    limit = [] if row.ended else [("cut at", f"{row.tokens} tokens")]
+    return [*rewards, ("advantage", f"{row.advantage:+.2f}"), ("answer", cut(row.answer or "none found", 80)), *limit]
 
 
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:

@@ -73,7 +73,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     spent = float(sum(r.get("seconds/total") or 0.0 for r in trained))
     devices = _devices(folder)
     pace = statistics.median(seconds) if seconds else None
-    left = max(iterations - iteration, 0)
+    iterations_left = max(iterations - iteration, 0)
     return Status(
         run=str(folder),
         state=_state(folder, iteration, iterations, steps),
@@ -83,7 +83,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
         pass_at_1=evaluated[-1]["pass_at_1"] if evaluated else None,
         evaluated_at=int(evaluated[-1]["iteration"]) if evaluated else None,
         seconds_per_iteration=pace,
-        seconds_left=None if pace is None else pace * left,
+        seconds_left=None if pace is None else pace * iterations_left,
         seconds_spent=spent,
         devices=None if devices is None else f"{devices[0]} x {devices[1]}",
         device_hours=None if devices is None else devices[0] * spent / 3600,
@@ -131,8 +131,8 @@ def _hours(s: Status) -> str:
 
 def duration(seconds: SupportsFloat) -> str:
     """Format seconds in days, hours, minutes and seconds: the two largest units that are not 0."""
-    whole = max(round(float(seconds)), 0)
-    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    total = max(round(float(seconds)), 0)
+    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s")]
     return " ".join(f"{n} {unit}" for n, unit in [p for p in parts if p[0]][:2]) or "0 s"
 
 

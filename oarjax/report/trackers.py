@@ -260,8 +260,8 @@ def _no_hub() -> Iterator[None]:
     if os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"):
         yield
         return
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = was_offline

@@ -165,11 +165,11 @@ _SHAPES = {
 
 def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError for arrays that are missing, unknown, or do not fit together."""
-    needed = {"numbers", "used"} | {name for name in _SHAPES if name.startswith(("rollout.", "span."))}
+    expected = {"numbers", "used"} | {name for name in _SHAPES if name.startswith(("rollout.", "span."))}
     if any(name.startswith("probed.") for name in arrays):
-        needed |= {name for name in _SHAPES if name.startswith("probed.")}
-    needed -= set(_OPTIONAL)
-    if odd := sorted((needed - set(arrays)) | (set(arrays) - set(_SHAPES))):
+        expected |= {name for name in _SHAPES if name.startswith("probed.")}
+    expected -= set(_OPTIONAL)
+    if odd := sorted((expected - set(arrays)) | (set(arrays) - set(_SHAPES))):
         raise ValueError(f"it has other arrays: {', '.join(odd[:3])}")
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -183,9 +183,9 @@ def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if not path.is_file():
-        beside = sorted(path.parent.glob("*-*.safetensors")) if path.parent.is_dir() else []
-        kept = [p.name for p in beside if _place(p)]
-        hint = f"; there are {', '.join(kept)}" if kept else f"; runs keep them in RUN_FOLDER/{FOLDER}"
+        files = sorted(path.parent.glob("*-*.safetensors")) if path.parent.is_dir() else []
+        names = [p.name for p in files if _place(p)]
+        hint = f"; there are {', '.join(names)}" if names else f"; runs keep them in RUN_FOLDER/{FOLDER}"
         raise BadBatchError(f"{path}: no such file{hint}")
     try:
         with safe_open(path, framework="numpy") as file:
@@ -215,19 +215,19 @@ def _place(path: Path) -> tuple[bool, int] | None:
 
 def _prune(newest: Path, *, keep: int) -> None:
     """Remove all batches but ``newest`` (of any number: the run may have gone back) and the last others."""
-    others = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
-    others.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
-    for old in others[keep - 1 :]:
-        old.unlink()
-    needed = set()
-    for path in (newest, *others[: keep - 1]):
+    batches = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
+    batches.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
+    for batch in batches[keep - 1 :]:
+        batch.unlink()
+    params_files = set()
+    for path in (newest, *batches[: keep - 1]):
         try:
             with safe_open(path, framework="numpy") as file:
-                needed.add(json.loads((file.metadata() or {})[METADATA])["params"])
+                params_files.add(json.loads((file.metadata() or {})[METADATA])["params"])
         except (SafetensorError, KeyError, ValueError):  # damaged: it needs nothing
             continue
     for path in newest.parent.glob("params-*-*.safetensors"):
-        if path.name not in needed:
+        if path.name not in params_files:
             path.unlink()
 
 

@@ -233,8 +233,8 @@ class Checkpoints:
             self._error = cannot_write(self.folder, error)
 
     def _prune(self) -> None:
-        done = list(self.finished())
-        for iteration in {*done[: -self._keep]} - {self.best()}:
+        iterations = list(self.finished())
+        for iteration in {*iterations[: -self._keep]} - {self.best()}:
             _remove(self._at(iteration))
 
     def _forget(self, at: Path) -> None:
@@ -356,8 +356,8 @@ def _remove(path: Path) -> None:
 
 def _aside(at: Path, kind: str) -> str:
     """Rename a checkpoint so that it no longer counts, and return its new name. Only one unfinished one is kept."""
-    for old in at.parent.glob("*.unfinished"):
-        shutil.rmtree(old, ignore_errors=True)
+    for unfinished in at.parent.glob("*.unfinished"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     names = (f"{at.name}.{kind}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
     name = next(name for name in names if not (at.parent / name).exists())
     at.rename(at.with_name(name))

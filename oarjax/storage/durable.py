@@ -75,10 +75,10 @@ def in_mounted_bucket(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
         lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
     except OSError:  # no Linux
         return False
-    here, kinds = path.absolute(), {}
+    resolved, kinds = path.absolute(), {}
     for _, mount, kind, *_ in lines:
         mount = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), mount))  # a space is \040 there
-        if here.is_relative_to(mount):
+        if resolved.is_relative_to(mount):
             kinds[len(mount.parts)] = kind
     return bool(kinds) and kinds[max(kinds)] == "fuse.gcsfuse"
 
@@ -118,15 +118,15 @@ def refuse_special(*folders: Path) -> None:
     Raises:
         ConfigError: names the first one.
     """
-    left = [os.fspath(folder) for folder in folders]
-    while left:
+    folders_left = [os.fspath(folder) for folder in folders]
+    while folders_left:
         try:
-            entries = sorted(os.scandir(left.pop()), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(folders_left.pop()), key=lambda entry: entry.name)
         except OSError:  # missing, or reported by whoever reads it
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                left.append(entry.path)
+                folders_left.append(entry.path)
             elif not entry.is_file(follow_symlinks=False) and (kind := special_kind(entry.path)):
                 raise ConfigError(f"{entry.path}: expected a file, got {kind}; remove it")
 
@@ -156,14 +156,14 @@ _guards: dict[Path, Callable[[], None]] = {}
 def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
     """Call ``check`` before every write of this module below ``folder``; it raises to prevent the write."""
     key = folder.absolute()
-    before = _guards.get(key)
+    outer_check = _guards.get(key)
     _guards[key] = check
     try:
         yield
     finally:
         _guards.pop(key)
-        if before is not None:
-            _guards[key] = before
+        if outer_check is not None:
+            _guards[key] = outer_check
 
 
 def check_guards(path: Path) -> None:
@@ -280,12 +280,12 @@ class Lines:
         check_guards(self.path)
         line = (to_json(record) + "\n").encode()
         try:
-            before = os.fstat(self._file.fileno()).st_size
+            size = os.fstat(self._file.fileno()).st_size
             try:
                 while line:
                     line = line[self._file.write(line) :]
             except OSError:
-                self._file.truncate(before)  # half a line would damage the next one
+                self._file.truncate(size)  # half a line would damage the next one
                 raise
         except OSError as error:
             raise cannot_write(self.path, error) from error

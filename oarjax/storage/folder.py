@@ -73,7 +73,7 @@ SHOWN = 5
 
 def start_folder(run: Path, name: str) -> Path | None:
     """Return a run's start folder: below its own folder, or beside it for runs of studies."""
-    return next((place for place in (run / name, run.parent / name) if place.is_dir()), None)
+    return next((folder for folder in (run / name, run.parent / name) if folder.is_dir()), None)
 
 
 class Differences(NamedTuple):
@@ -101,8 +101,8 @@ NO_DIFFERENCES = Differences([], [], [])
 
 def listed(texts: list[str]) -> str:
     """Join the first few differences, and count the others."""
-    rest = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + rest
+    more_note = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more_note
 
 
 REMOVED = ("report.controls",)
@@ -111,11 +111,11 @@ REMOVED = ("report.controls",)
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved config without removed fields."""
-    kept = dict(tree)
+    result = dict(tree)
     for section, _, field in (name.partition(".") for name in REMOVED):
-        if isinstance(kept.get(section), Mapping):
-            kept[section] = {name: value for name, value in kept[section].items() if name != field}
-    return kept
+        if isinstance(result.get(section), Mapping):
+            result[section] = {name: value for name, value in result[section].items() if name != field}
+    return result
 
 
 def saved_config(folder: Path) -> Config:
@@ -130,17 +130,17 @@ def saved_config(folder: Path) -> Config:
 
 def differences(before: Mapping[str, Any], cfg: Config, *, extend: bool = False) -> Differences:
     """Compare a saved config with this one; with ``extend`` more iterations are allowed whatever the schedule."""
-    was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
+    saved, current = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
     result, unread = Differences([], [], []), tuple(f"credit.{name}." for name in unread_settings(cfg.credit.method))
-    for name in sorted(was | now):
-        if was.get(name) == now.get(name):
+    for name in sorted(saved | current):
+        if saved.get(name) == current.get(name):
             continue
         # More iterations are the same run for longer, unless its learning rate was to reach 0 by the old end.
         allowed = extend or cfg.optim.schedule == "constant"
-        longer = allowed and name == "iterations" and now[name] > was.get(name, 0)
+        longer = allowed and name == "iterations" and current[name] > saved.get(name, 0)
         kind = result.harmless if name.startswith((*HARMLESS, *unread)) else result.refused
         kind = result.rounding if longer or name.startswith(ROUNDING) else kind
-        kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
+        kind.append(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}")
     return result
 
 
@@ -160,13 +160,14 @@ def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str, 
     """
     changes = differences(before, cfg, extend=extend)
     if changes.refused:
-        others = f"; these may differ: {changes.words()}" if changes.words() else ""
+        harmless = f"; these may differ: {changes.words()}" if changes.words() else ""
         hint = "--extend takes more, not fewer: " if extend and "iterations was" in str(changes.refused) else ""
         if not differences(before, cfg, extend=True).refused:
             hint = f"rates by optim.schedule={cfg.optim.schedule} end with iterations: pass --extend to train longer, "
         raise ConfigError(
             f"run_dir: {what} holds a run of another config ({listed(changes.refused)}); {hint}set another "
-            f"run_dir=..., restore that config to resume it, or pass --restart to move it aside and start over{others}"
+            f"run_dir=..., restore that config to resume it, or pass --restart to move it aside and start "
+            f"over{harmless}"
         )
     return changes
 
@@ -185,12 +186,12 @@ def has_progress(folder: Path) -> bool:
 
 def _matches(folder: Path, pattern: str) -> Iterator[Path]:
     """Yield the paths below a folder that match; unlike pathlib's glob fail where the storage does."""
-    part, _, rest = pattern.partition("/")
+    part, _, remaining = pattern.partition("/")
     for name in names_in(folder) if "*" in part else [part]:
         if not fnmatchcase(name, part) or name == "lost+found":  # of a disk, which users may not read
             continue
-        if rest:
-            yield from _matches(folder / name, rest)
+        if remaining:
+            yield from _matches(folder / name, remaining)
         elif exists(folder / name):
             yield folder / name
 
@@ -224,17 +225,17 @@ def refuse_another_run(folder: Path, cfg: Config, *, extend: bool = False) -> Di
     if not exists(config_file) or not has_progress(folder):
         return NO_DIFFERENCES
     try:
-        before = read_yaml(config_file.read_text(encoding="utf-8"))
+        saved = read_yaml(config_file.read_text(encoding="utf-8"))
     except OSError as error:
         raise cannot_read(config_file, error) from error
     except ValueError as error:  # not UTF-8, or not YAML
-        before = str(error).splitlines()[0]
-    if not isinstance(before, Mapping):
+        saved = str(error).splitlines()[0]
+    if not isinstance(saved, Mapping):
         raise ConfigError(
-            f"run_dir: {config_file} is not the config that the run wrote ({before}); put a good copy there, or give "
+            f"run_dir: {config_file} is not the config that the run wrote ({saved}); put a good copy there, or give "
             "another run_dir=..."
         )
-    return refuse_another_config(before, cfg, what=str(folder), extend=extend)
+    return refuse_another_config(saved, cfg, what=str(folder), extend=extend)
 
 
 def claim(folder: Path, cfg: Config, *, extend: bool = False) -> Path:
@@ -291,10 +292,10 @@ def mend_id(folder: Path) -> str | None:
         write_durably(folder / ID, json.dumps({"id": sealed or secrets.token_hex(16)}) + "\n")
     except OSError as error:
         raise cannot_write(folder / ID, error) from error
-    taken = (
+    outcome = (
         "the id of its checkpoints is in it again" if sealed else "it has a new id, since no checkpoint has the old one"
     )
-    return f"{folder / ID} held no id, as after an interrupted copy: {taken}"
+    return f"{folder / ID} held no id, as after an interrupted copy: {outcome}"
 
 
 def _sealed_id(folder: Path) -> str | None:
@@ -306,9 +307,9 @@ def _sealed_id(folder: Path) -> str | None:
     manifests = (read_manifest(folder / "checkpoints" / name) for name in names_in(folder / "checkpoints"))
     ids = {manifest.get("run") for manifest in manifests if manifest is not None} - {None}
     if len(ids) > 1:
-        shown = ", ".join(sorted(str(each)[:8] for each in ids))
+        ids_text = ", ".join(sorted(str(each)[:8] for each in ids))
         raise ConfigError(
-            f"run_dir: {folder / ID} holds no id, and checkpoints beside it are of several runs ({shown}); remove "
+            f"run_dir: {folder / ID} holds no id, and checkpoints beside it are of several runs ({ids_text}); remove "
             "those that were copied there"
         )
     return ids.pop() if ids else None
@@ -338,9 +339,9 @@ def put_aside(folder: Path) -> Path | None:
         ConfigError: a process is using the folder, or a run in it; or it holds other files than a run's.
         StorageError: the folder cannot be renamed.
     """
-    if not exists(folder) or not (held := set(names_in(folder)) - {LOCK}):
+    if not exists(folder) or not (contents := set(names_in(folder)) - {LOCK}):
         return None
-    if not held & RECORDS:
+    if not contents & RECORDS:
         raise ConfigError(
             f"run_dir: {folder} is not the folder of a run (it has no config.yaml), so --restart leaves it as it is; "
             "set another run_dir=..."
@@ -397,7 +398,7 @@ def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.fstat(file.fileno())
+            locked_stat = os.fstat(file.fileno())
         except BlockingIOError:
             holder = lock_holder(path)
             process = "process {} on {}".format(*holder) if holder else "another process"
@@ -415,7 +416,7 @@ def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
                 current = None
             except OSError as error:
                 raise cannot_write(path, error) from error
-            if current is None or (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):
+            if current is None or (current.st_dev, current.st_ino) != (locked_stat.st_dev, locked_stat.st_ino):
                 raise FolderTaken(
                     f"{folder}: the folder was moved, replaced or unmounted while this process used it; nothing was "
                     "written to its path since. Resume with run_dir= where the folder is now"

@@ -136,13 +136,13 @@ def check_files(folder: Path, files: Mapping[str, Path]) -> None:
     fixed = {name: value for name, value in recorded.inputs.items() if name.startswith(LATER)}
     if not fixed:
         return
-    now, _ = digests(files)
-    for name in sorted({*fixed, *now}):
-        if fixed.get(name) != now.get(name):
+    current, _ = digests(files)
+    for name in sorted({*fixed, *current}):
+        if fixed.get(name) != current.get(name):
             raise DamagedError(
-                f"{folder / name}: {'is missing' if name not in now else 'is not what the warm start wrote'} (SHA-256 "
-                f"was {_shown(fixed.get(name))}, is {_shown(now.get(name))}); put a good copy there, or pass --restart "
-                "to move the run aside and start over"
+                f"{folder / name}: {'is missing' if name not in current else 'is not what the warm start wrote'} "
+                f"(SHA-256 was {_shown(fixed.get(name))}, is {_shown(current.get(name))}); put a good copy there, or "
+                "pass --restart to move the run aside and start over"
             )
 
 
@@ -244,15 +244,15 @@ def digests(
         try:
             at = path.stat()
             meta = (at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev)
-            before = (known or {}).get(str(path))
-            if before is not None and tuple(before)[:-1] == meta:
-                return before.sha256, before
-            began = time.time()
+            cached = (known or {}).get(str(path))
+            if cached is not None and tuple(cached)[:-1] == meta:
+                return cached.sha256, cached
+            start = time.time()
             with path.open("rb") as file:
                 sha = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise cannot_read(path, error) from error
-        settled = began - max(at.st_mtime, at.st_ctime) > SETTLED
+        settled = start - max(at.st_mtime, at.st_ctime) > SETTLED
         return sha, Stat(*meta, sha) if settled else None
 
     with ThreadPoolExecutor(8) as readers:

@@ -141,12 +141,12 @@ def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
         if size != saved["size"]:
             return f"{name} has {size} bytes, but {saved['size']} were saved"
         with path.open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
+            matches = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     except OSError as error:
         raise cannot_read(path, error) from error
-    return None if same else f"{name} is not what was saved (its SHA-256 differs)"
+    return None if matches else f"{name} is not what was saved (its SHA-256 differs)"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -34,7 +34,7 @@ def code_places(cfg: Config) -> list[str]:
     places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
     environment = cfg.rollout.environment
     python = environment.settings.get("python") if environment and environment.taskset else None
-    named = {
+    fields = {
         "credit.function": cfg.credit.function,
         "credit.marks": cfg.credit.marks,
         "credit.probe.function": cfg.credit.probe.function,
@@ -45,7 +45,7 @@ def code_places(cfg: Config) -> list[str]:
         "rollout.environment.name": environment_code(environment),
         "rollout.environment.settings.python": python,
     }
-    return places + [f"{field}={code}" for field, code in named.items() if code is not None]
+    return places + [f"{field}={code}" for field, code in fields.items() if code is not None]
 
 
 def environment_code(environment: EnvironmentConfig | None) -> str | None:
@@ -94,7 +94,7 @@ def code_digest(code: str) -> str:
 
 def _beside(file: Path) -> set[Path]:
     """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
-    reached, todo = {file}, [file]
+    files, todo = {file}, [file]
     while todo:
         try:
             tree = ast.parse(todo.pop().read_bytes())
@@ -109,9 +109,9 @@ def _beside(file: Path) -> set[Path]:
                     continue  # in a clone this package lies beside the file; it is imported already
                 top = file.parent / name.split(".")[0]
                 modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
-                todo += modules - reached
-                reached |= modules
-    return reached
+                todo += modules - files
+                files |= modules
+    return files
 
 
 def state_folder() -> Path:
@@ -172,17 +172,17 @@ def check_trust(places: Sequence[str], folder: Path, *, source: str, trusted: bo
     digests = code_digests(places)
     if not digests or trusted or is_trusted(folder, digests):
         return
-    listed = "; ".join(f"{code} ({digest[:12]})" for code, digest in digests.items())
-    listed = listed.encode("unicode_escape").decode()  # it may hold a terminal's control characters
+    codes = "; ".join(f"{code} ({digest[:12]})" for code, digest in digests.items())
+    codes = codes.encode("unicode_escape").decode()  # it may hold a terminal's control characters
     if sys.stdin.isatty() and sys.stderr.isatty():
         sys.stderr.write(
-            f"{source} names Python code that is not known to be yours:\n  {listed}\n"
+            f"{source} names Python code that is not known to be yours:\n  {codes}\n"
             "It would run with all your rights. Run it? [y/N] "
         )
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
     raise UntrustedCode(
-        f"{source} names Python code that is not known to be yours: {listed}. It would run with all your rights; read "
+        f"{source} names Python code that is not known to be yours: {codes}. It would run with all your rights; read "
         "it, and pass --trust-code to run it (docs/trust.md)"
     )
