@@ -155,10 +155,10 @@ def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32
     files = check_headers(folder, cfg)
 
     def leaf(weight: Weight) -> jax.Array:
-        read = partial(_read, weight, files, dtype=np.dtype(dtype))
+        read_part = partial(_read, weight, files, dtype=np.dtype(dtype))
         if shardings is None:
-            return jnp.asarray(read((slice(None),) * len(weight.shape)))
-        return _placed(weight.shape, lookup(shardings, weight), read)
+            return jnp.asarray(read_part((slice(None),) * len(weight.shape)))
+        return _placed(weight.shape, lookup(shardings, weight), read_part)
 
     return build_tree(cfg, leaf)
 
@@ -254,9 +254,9 @@ def export(
         params = {**params, "head": {"kernel": params["embed"]["embedding"].T}}
     if is_first():
         fields |= {"dtype": out.name}
-        kept = kept_tensors(cfg, tensor_files(source)) if cfg.delta else {}
-        more = {"files_of": source, "shard_bytes": shard_bytes, "stop_ids": stop_ids, "kept": kept}
-        _write(folder, cfg, params, fields, out, **more)
+        tensors = kept_tensors(cfg, tensor_files(source)) if cfg.delta else {}
+        options = {"files_of": source, "shard_bytes": shard_bytes, "stop_ids": stop_ids, "kept": tensors}
+        _write(folder, cfg, params, fields, out, **options)
     else:
         for parts in _stored_tensors(cfg).values():
             _tensor(params, parts, out)

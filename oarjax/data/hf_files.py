@@ -199,8 +199,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            others = sorted(p.name for p in folder.glob("*.bin"))
-            hint = f"; {others[0]} is a pickle, which is never opened: convert it to safetensors" if others else ""
+            pickles = sorted(p.name for p in folder.glob("*.bin"))
+            hint = f"; {pickles[0]} is a pickle, which is never opened: convert it to safetensors" if pickles else ""
             raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found neither{hint}")
         return dict.fromkeys(open_tensors(folder / SINGLE).keys(), folder / SINGLE)
     index = _json(folder / INDEX, missing=f"{folder}: no {INDEX}")
@@ -212,11 +212,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{folder}/{INDEX}: expected the names of files beside it, got {invalid[0]!r}; fetch it again"
         )
-    missing = sorted({file for file in where.values() if not (folder / file).is_file()})
-    if missing:
+    missing_files = sorted({file for file in where.values() if not (folder / file).is_file()})
+    if missing_files:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(set(where.values()))} shards named in {INDEX} are missing "
-            f"({', '.join(missing[:3])}); fetch the folder again"
+            f"{folder}: {len(missing_files)} of {len(set(where.values()))} shards named in {INDEX} are missing "
+            f"({', '.join(missing_files[:3])}); fetch the folder again"
         )
     return {name: folder / file for name, file in where.items()}
 
@@ -226,9 +226,9 @@ def kept_tensors(cfg: QwenConfig, files: dict[str, Path]) -> dict[str, Path]:
 
     They are neither read nor trained, and an export copies them with a whole checkpoint, not with a text model alone.
     """
-    beside = ("model.visual.",) if cfg.prefix != "model." else ()
-    beside += ("mtp.",) if cfg.delta else ()
-    return {name: file for name, file in files.items() if name.startswith(beside)}
+    prefixes = ("model.visual.",) if cfg.prefix != "model." else ()
+    prefixes += ("mtp.",) if cfg.delta else ()
+    return {name: file for name, file in files.items() if name.startswith(prefixes)}
 
 
 def open_tensors(file: Path) -> Any:
@@ -263,9 +263,9 @@ def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
     extra -= set(kept_tensors(cfg, files))
     for names, fault in ((expected - set(files), "missing"), (extra, "not part of this architecture")):
         if names:
-            shown, noun = ", ".join(sorted(names)[:4]), "tensor" if len(names) == 1 else "tensors"
+            sample, noun = ", ".join(sorted(names)[:4]), "tensor" if len(names) == 1 else "tensors"
             raise CheckpointError(
-                f"{folder}: {len(names)} {noun} {fault}: {shown}; config.json and the weights do not belong together"
+                f"{folder}: {len(names)} {noun} {fault}: {sample}; config.json and the weights do not belong together"
             )
 
 
@@ -274,7 +274,7 @@ def _check_sums(folder: Path) -> None:
     sums = folder / SUMS
     if not sums.is_file():
         return
-    named = set()
+    listed_files = set()
     lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
     if not any(line.strip() for line in lines):
         raise CheckpointError(f"{sums} names no file and checks nothing; regenerate it or delete it")
@@ -285,7 +285,7 @@ def _check_sums(folder: Path) -> None:
                 f"{sums} line {number}: expected a SHA-256 and a file name; regenerate it or delete it"
             )
         expected, file = match[1], folder / match[2]
-        named.add(file)
+        listed_files.add(file)
         if not file.is_file():
             raise CheckpointError(f"{folder}: {file.name} is missing, and {SUMS} names it; fetch the folder again")
         with file.open("rb") as content:
@@ -294,5 +294,5 @@ def _check_sums(folder: Path) -> None:
             raise CheckpointError(
                 f"{file}: expected SHA-256 {expected[:12]}... as in {SUMS}, got {digest[:12]}...; fetch the file again"
             )
-    if missing := sorted(file.name for file in set(tensor_files(folder).values()) - named):
-        raise CheckpointError(f"{sums} does not name {missing[0]}, whose weights would go unchecked; regenerate it")
+    if unlisted := sorted(file.name for file in set(tensor_files(folder).values()) - listed_files):
+        raise CheckpointError(f"{sums} does not name {unlisted[0]}, whose weights would go unchecked; regenerate it")

@@ -18,7 +18,7 @@ def is_hub_name(text: str) -> bool:
 
 def near_folder(path: str | Path) -> str:
     """Name the folder beside a missing one whose name is nearest to it, for an error; empty without one."""
-    missing = Path(path).expanduser()
-    beside = [folder.name for folder in missing.parent.glob("*/")]  # none of a parent that is missing or closed to us
-    near = difflib.get_close_matches(missing.name, beside, n=1)
+    target = Path(path).expanduser()
+    names = [folder.name for folder in target.parent.glob("*/")]  # none of a parent that is missing or closed to us
+    near = difflib.get_close_matches(target.name, names, n=1)
     return f" (did you mean {Path(path).parent / near[0]}?)" if near else ""

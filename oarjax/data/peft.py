@@ -211,8 +211,8 @@ def _fields(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: lora_dropout is {dropout!r:.60}; expected a share of 0 to 1")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if not _is_positive(rank) or not isinstance(rank, int) or not _is_positive(alpha):
-        shown = f"r = {_shown(rank)} and lora_alpha = {_shown(alpha)}"
-        raise CheckpointError(f"{file}: {shown}; expected positive numbers up to {LARGEST:g}")
+        values = f"r = {_shown(rank)} and lora_alpha = {_shown(alpha)}"
+        raise CheckpointError(f"{file}: {values}; expected positive numbers up to {LARGEST:g}")
     return fields
 
 

@@ -55,18 +55,18 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
     problems = []
-    for index, (place, row) in enumerate(map(_without_pictures, limited)):
+    for index, (location, row) in enumerate(map(_without_pictures, limited)):
         if not {config.prompt_field, config.answer_field} & row.keys():
             raise DataError(
-                f"{place}: no fields {config.prompt_field!r} and {config.answer_field!r}, only "
+                f"{location}: no fields {config.prompt_field!r} and {config.answer_field!r}, only "
                 f"{', '.join(map(repr, row))}; set {where}.prompt_field and {where}.answer_field to two of them"
             )
-        chat = _chat(row.get(config.prompt_field), config.prompt_field, place)
+        chat = _chat(row.get(config.prompt_field), config.prompt_field, location)
         last_turn = {config.prompt_field: chat[-1]["content"]} if chat else {}
-        prompt = _field(row | last_turn, config.prompt_field, place, f"{where}.prompt_field")
-        answer = _field(row, config.answer_field, place, f"{where}.answer_field")
-        columns = _columns(row, config.columns, place, f"{where}.columns")
-        problems.append(Problem(prompt, answer, index, place, columns, chat, config.rewards, config.system_prompt))
+        prompt = _field(row | last_turn, config.prompt_field, location, f"{where}.prompt_field")
+        answer = _field(row, config.answer_field, location, f"{where}.answer_field")
+        columns = _columns(row, config.columns, location, f"{where}.columns")
+        problems.append(Problem(prompt, answer, index, location, columns, chat, config.rewards, config.system_prompt))
     if not problems:
         raise DataError(f"{where}.source: {config.source} holds no rows; set another source")
     _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
@@ -76,14 +76,14 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
 
 def _without_pictures(of: Row) -> Row:
     """Return a row unchanged, after checking that it has no picture: only text reaches a policy."""
-    place, row = of
+    location, row = of
     fields = [name for name in PICTURES if name in row and row[name] not in (None, "", [], {})]
     texts = {name: str(value) for name, value in row.items() if isinstance(value, str | list)}
     fields += [name for name, text in texts.items() if any(mark in text for mark in PICTURE_MARKS)]
     if fields:
         raise DataError(
-            f"{place}: field {fields[0]!r} holds a picture, and policies are trained on text alone, of Qwen3-VL too; "
-            "remove the field if the text does without it, or leave the row out"
+            f"{location}: field {fields[0]!r} holds a picture, and policies are trained on text alone, of Qwen3-VL "
+            "too; remove the field if the text does without it, or leave the row out"
         )
     return of
 

@@ -132,16 +132,16 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[Row]:
         for number, line in enumerate(iter(partial(lines.readline, LONGEST + 1), b""), start=1):
             if not line.strip():
                 continue
-            place = f"{path} line {number}"
+            location = f"{path} line {number}"
             if len(line) > LONGEST:
-                raise DataError(f"{place}: longer than {LONGEST:,} bytes; is it a file of JSON lines?")
+                raise DataError(f"{location}: longer than {LONGEST:,} bytes; is it a file of JSON lines?")
             try:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-                raise DataError(f"{place}: not JSON ({error}); expected one object per line") from None
+                raise DataError(f"{location}: not JSON ({error}); expected one object per line") from None
             if not isinstance(row, dict):
-                raise DataError(f"{place}: expected one object per line, got a {type(row).__name__}")
-            yield place, row
+                raise DataError(f"{location}: expected one object per line, got a {type(row).__name__}")
+            yield location, row
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[Row]:
@@ -171,10 +171,12 @@ def _csv_rows(path: Path, setting: str) -> Iterator[Row]:
             if len(set(names)) < len(names):
                 raise DataError(f"{path}: its first line names the columns {names}; expected each name once")
             for row in lines:
-                place = f"{path} line {lines.line_num}"
+                location = f"{path} line {lines.line_num}"
                 if None in row or None in row.values():
-                    raise DataError(f"{place}: expected {len(names)} values, one per column; quote those with commas")
-                yield place, row
+                    raise DataError(
+                        f"{location}: expected {len(names)} values, one per column; quote those with commas"
+                    )
+                yield location, row
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path} line {lines.line_num + 1}: not CSV in UTF-8 ({error})") from None
 

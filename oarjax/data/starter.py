@@ -82,11 +82,11 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
         ConfigError: columns are not recognised, a file exists or cannot be written, or the base is no config.
         DataError: the rows cannot be read, or have fewer than two prompts.
     """
-    named = Path(base)
-    if target is None and named.suffix == ".yaml" and not (named.exists() or named.stem in shipped_configs()):
-        base, target = "", named  # the file to write, not one to begin from
+    file = Path(base)
+    if target is None and file.suffix == ".yaml" and not (file.exists() or file.stem in shipped_configs()):
+        base, target = "", file  # the file to write, not one to begin from
     tree = json.loads(json.dumps(read_tree(base or BASE)))  # no part of it twice, as YAML's anchors have it
-    prompt, answer = found = _columns(source, columns)
+    prompt, answer = pair = _columns(source, columns)
     config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
     problems = load_problems(config, where="init --data")
     train, held_out = _divided(problems)
@@ -123,9 +123,9 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
             raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
     notes = tuple(_beyond(cfg.sft, problems))
     if cfg.sft is not None:
-        again = f"policy.path={cfg.run_dir}/start sft=null"
-        notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {again}",)
-    return Written(target, parts[0], parts[1], (len(train), len(held_out)), found, policy, notes)
+        overrides = f"policy.path={cfg.run_dir}/start sft=null"
+        notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {overrides}",)
+    return Written(target, parts[0], parts[1], (len(train), len(held_out)), pair, policy, notes)
 
 
 def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]:
@@ -136,13 +136,13 @@ def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]
 
     unknown = sorted({letter for p in problems for letter in p.prompt + p.reference} - set(LETTERS))
     if unknown:
-        listed = " ".join(map(repr, unknown[:10])) + (" ..." if unknown[10:] else "")
-        yield f"the built-in policy cannot read {listed}: without a NAME, init takes a policy that reads any text"
+        letters = " ".join(map(repr, unknown[:10])) + (" ..." if unknown[10:] else "")
+        yield f"the built-in policy cannot read {letters}: without a NAME, init takes a policy that reads any text"
     highest, terms = sft.data.arithmetic.highest, sft.data.arithmetic.terms
-    others = sum(len(re.findall(r"\d+", p.prompt)) != terms for p in problems)
-    if others:
+    mismatches = sum(len(re.findall(r"\d+", p.prompt)) != terms for p in problems)
+    if mismatches:
         yield (
-            f"{others} of {len(problems)} prompts do not have {terms} numbers, all that the warm start shows: set "
+            f"{mismatches} of {len(problems)} prompts do not have {terms} numbers, all that the warm start shows: set "
             "sft.data.arithmetic.terms to yours, or give sft.data solutions of yours where they differ"
         )
     within = {str(number) for number in range(highest + 1)}
@@ -186,12 +186,12 @@ def _columns(source: str, asked: str) -> tuple[str, str]:
         raise DataError(f"init --data: {source} holds no rows; give another file")
     names = list(first[1])
     if asked:
-        chosen = [name.strip() for name in asked.split(",")]
-        if len(chosen) != 2 or not set(chosen) <= set(names):
+        columns = [name.strip() for name in asked.split(",")]
+        if len(columns) != 2 or not set(columns) <= set(names):
             raise ConfigError(f"init --columns: expected two of {', '.join(names)}, as PROMPTS,ANSWERS, got {asked}")
-        return chosen[0], chosen[1]
+        return columns[0], columns[1]
     by_name = {name.strip().lower(): name for name in reversed(names)}
-    prompt, answer = (next((by_name[n] for n in known if n in by_name), None) for known in (PROMPTS, ANSWERS))
+    prompt, answer = (next((by_name[n] for n in candidates if n in by_name), None) for candidates in (PROMPTS, ANSWERS))
     if prompt is None or answer is None:
         raise ConfigError(
             f"init --data: {source} has the columns {', '.join(names)}; expected one of {', '.join(PROMPTS)} for the "
@@ -206,8 +206,8 @@ def _divided(problems: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]
     if len(digests) < 2:
         raise DataError("init --data: all rows have the same prompt; at least two are needed, one to hold out")
     count = min(MOST_HELD_OUT, max(1, round(len(digests) * HELD_OUT)))
-    chosen = set(sorted(digests, key=digests.__getitem__)[:count])
-    return [p for p in problems if _key(p) not in chosen], [p for p in problems if _key(p) in chosen]
+    held_out = set(sorted(digests, key=digests.__getitem__)[:count])
+    return [p for p in problems if _key(p) not in held_out], [p for p in problems if _key(p) in held_out]
 
 
 def _key(problem: Problem) -> str:

@@ -86,8 +86,8 @@ def encode_problems(
     ]
     if not pairs:
         raise DataError(f"all {len(problems)} prompts are longer than {max_prompt} tokens; raise data.max_prompt")
-    kept, prompts = zip(*pairs)
-    return Encoded(kept, prompts, (), len(problems) - len(kept))
+    fitting, prompts = zip(*pairs)
+    return Encoded(fitting, prompts, (), len(problems) - len(fitting))
 
 
 def encode_pairs(
@@ -117,17 +117,17 @@ def encode_pairs(
         prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking, tools)
         with errors_at(problem.place):
             turns = [problem.answer] if reply is None else problem.columns.get("turns", [problem.answer])
-            written = [[*encode(tokenizer, turn), stop_id] for turn in turns[::2]]
-            said = [reply(turn) for turn in turns[1::2]] if reply is not None else []
-        parts = [part for pair in zip_longest(written, said, fillvalue=[]) for part in pair]
+            turn_ids = [[*encode(tokenizer, turn), stop_id] for turn in turns[::2]]
+            reply_ids = [reply(turn) for turn in turns[1::2]] if reply is not None else []
+        parts = [part for pair in zip_longest(turn_ids, reply_ids, fillvalue=[]) for part in pair]
         completion = [i for part in parts for i in part]
         if len(prompt) + len(completion) <= max_length:
             observed = [k % 2 == 1 for k, part in enumerate(parts) for _ in part]
             triples.append((problem, prompt, completion, observed))
     if not triples:
         raise DataError(f"all {len(problems)} pairs are longer than {max_length} tokens; raise sft.max_length")
-    kept, prompts, completions, observed = zip(*triples)
-    return Encoded(kept, prompts, completions, len(problems) - len(kept), observed=observed if reply else ())
+    fitting, prompts, completions, observed = zip(*triples)
+    return Encoded(fitting, prompts, completions, len(problems) - len(fitting), observed=observed if reply else ())
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, problems: Sequence[int]) -> PromptBatch:

@@ -57,11 +57,11 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     folder = Path(folder)
     if not folder.is_dir():
         raise TokenizerError(f"tokenizer folder {folder}: no such folder")
-    whole = (folder / "tokenizer.json").exists()
-    if not whole and not ((folder / "vocab.json").exists() and (folder / "merges.txt").exists()):
+    has_json = (folder / "tokenizer.json").exists()
+    if not has_json and not ((folder / "vocab.json").exists() and (folder / "merges.txt").exists()):
         raise TokenizerError(f"tokenizer folder {folder}: expected tokenizer.json, or vocab.json with merges.txt")
     try:
-        if whole:
+        if has_json:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         else:
             from transformers import AutoTokenizer  # imports torch where it is installed, which takes seconds
@@ -169,8 +169,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
     except Exception as error:  # tokenizers raises bare Exceptions
-        missing = [letter for letter in dict.fromkeys(text) if not _known(tokenizer, letter)]
-        cause = f"its vocabulary lacks {', '.join(map(repr, missing[:10]))}" if missing else str(error)
+        unknown_letters = [letter for letter in dict.fromkeys(text) if not _known(tokenizer, letter)]
+        cause = f"its vocabulary lacks {', '.join(map(repr, unknown_letters[:10]))}" if unknown_letters else str(error)
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             cause = "it contains half of a surrogate pair, which is not a character; correct the text, or leave it out"
         raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
@@ -285,15 +285,15 @@ def reply_ids(
     switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     try:
         with time_limit(TEMPLATE_SECONDS):
-            before = str(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False, **switch))
+            prefix = str(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False, **switch))
             turns.append({"role": "user", "content": said})
-            whole = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch))
+            text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch))
     except Exception as error:  # Jinja has many, and a template may raise its own
         raise TextError(f"the chat template fails on a second turn ({type(error).__name__}: {error})") from error
     for stop in stops:
-        begin = whole.find(wrote + stop)
-        if begin >= 0 and (keep or (whole.startswith(before) and begin == len(before))):
-            return encode(tokenizer, whole[begin + len(wrote + stop) :])
+        begin = text.find(wrote + stop)
+        if begin >= 0 and (keep or (text.startswith(prefix) and begin == len(prefix))):
+            return encode(tokenizer, text[begin + len(wrote + stop) :])
     raise TextError(
         "the chat template changes an assistant's turn once a user's follows, as Qwen3's drops its thinking, and rows "
         "are only appended to: set rollout.environment.thinking to keep, which leaves it in the row"
@@ -366,8 +366,8 @@ def _byte_alphabet() -> dict[str, int]:
     """Map GPT-2's letters to the 256 bytes: printable Latin-1 maps to itself, the rest counts up from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in set(printable))
+    return letters | {chr(256 + number): byte for number, byte in enumerate(unprintable)}
 
 
 def _short(text: str) -> str:

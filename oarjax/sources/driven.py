@@ -93,19 +93,19 @@ class DriverLink:
         Raises:
             PlayerError: the driver has ended.
         """
-        found: list[TurnAsked | Ended] = []
-        while len(found) < most:
+        items: list[TurnAsked | Ended] = []
+        while len(items) < most:
             try:
-                each = self._news.get(timeout=gather if found else max(timeout, 0.0))
+                item = self._news.get(timeout=gather if items else max(timeout, 0.0))
             except queue.Empty:
                 break
-            if each is None:
+            if item is None:
                 raise PlayerError(
                     "rollout.environment: the process that plays episodes has ended; see its messages above, and start "
                     "the same command again, which plays unfinished episodes from reset"
                 )
-            found.append(each)
-        return found
+            items.append(item)
+        return items
 
     def episodes(
         self, source: Source, problems: Encoded, rollout: RolloutConfig, stop_ids: Sequence[int], vocab: int
@@ -128,13 +128,13 @@ def task_of(problem: Problem) -> Mapping[str, Any]:
     Raises:
         DataError: it has none.
     """
-    found = problem.columns.get("task")
-    if not isinstance(found, Mapping):
+    task = problem.columns.get("task")
+    if not isinstance(task, Mapping):
         raise DataError(
-            f"{problem.place}: expected a task of verifiers in the column task, got {found!r:.60}; "
+            f"{problem.place}: expected a task of verifiers in the column task, got {task!r:.60}; "
             "write the rows with oarjax/environments/verifiers_player.py tasks TASKSET"
         )
-    return found
+    return task
 
 
 class DrivenEpisodes(EpisodesFromTurns):
@@ -176,13 +176,13 @@ class DrivenEpisodes(EpisodesFromTurns):
         for row in names.values():
             row.since = time.monotonic()
         while going := {name: row for name, row in names.items() if row.ended is None}:
-            asked: dict[str, TurnAsked] = {}
-            news = gather(self._heard(batch, going, asked) if is_first() else None)[0]
-            for ended in news["ended"]:
-                names[ended[0]].ended = Ended(*ended)
+            requests: dict[str, TurnAsked] = {}
+            news = gather(self._heard(batch, going, requests) if is_first() else None)[0]
+            for fields in news["ended"]:
+                names[fields[0]].ended = Ended(*fields)
             for name, limit in news["limit"]:
                 names[name].limit = limit
-            self._answer(batch, names, news["asked"], asked)
+            self._answer(batch, names, news["asked"], requests)
         never = [row for row in names.values() if not row.turns]
         if failed := [row.ended.failed for row in names.values() if row.ended and not row.limit and row.ended.failed]:
             print(f"verifiers: {len(failed)} of {len(names)} episodes failed, first: {failed[0]}", file=sys.stderr)
@@ -202,23 +202,23 @@ class DrivenEpisodes(EpisodesFromTurns):
         asked: Mapping[str, TurnAsked],
     ) -> None:
         """Draw the turns that are asked for, keep them, and send them."""
-        requests, wants, seen = [], [], []
-        for name, tokens, most, stops in news:
+        requests, wants, observations = [], [], []
+        for name, tokens, max_tokens, stops in news:
             row, ids = names[name], np.asarray(tokens, np.int32)
-            seen.append(tuple(ids[len(row.request.tokens) :].tolist()))
+            observations.append(tuple(ids[len(row.request.tokens) :].tolist()))
             requests.append(row.request._replace(tokens=ids))
-            wants.append(Sampling(most, tuple(stops), {}))
+            wants.append(Sampling(max_tokens, tuple(stops), {}))
         if not requests:
             return
-        began = time.monotonic()
-        drawn = self._source.go_on(batch, requests)
-        self._gather = float(np.clip((time.monotonic() - began) / 2, *GATHERING))
-        for (name, *_), request, want, observed, turn in zip(news, requests, wants, seen, drawn, strict=True):
+        start = time.monotonic()
+        turns = self._source.go_on(batch, requests)
+        self._gather = float(np.clip((time.monotonic() - start) / 2, *GATHERING))
+        for (name, *_), request, want, observed, turn in zip(news, requests, wants, observations, turns, strict=True):
             row, (ids, finish) = names[name], cut(turn.tokens, turn.finish, want, self._stop_ids)
             turn = _shortened(turn, len(ids))._replace(finish=finish, observed=observed, reward=0.0)  # pyright: ignore[reportArgumentType]
             row.turns.append(turn)
-            after = request.id._replace(turn=request.id.turn + 1)
-            row.request = request._replace(id=after, tokens=np.concatenate([request.tokens, turn.tokens]))
+            next_id = request.id._replace(turn=request.id.turn + 1)
+            row.request = request._replace(id=next_id, tokens=np.concatenate([request.tokens, turn.tokens]))
             row.since = time.monotonic()
             if name in asked:
                 asked[name].answer(turn.tokens, turn.logps, finish)
@@ -230,74 +230,74 @@ class DrivenEpisodes(EpisodesFromTurns):
         due = min(row.since for row in going.values()) + self._link.driver.deadline
         news: dict[str, list[Any]] = {"ended": [], "limit": [], "asked": []}
         over = set[str]()
-        for each in self._link.news(len(going), due - time.monotonic(), self._gather):
-            if isinstance(each, Ended):
-                if each.name in going and each.name not in over:
-                    news["ended"].append(list(each))
-                    over.add(each.name)
+        for item in self._link.news(len(going), due - time.monotonic(), self._gather):
+            if isinstance(item, Ended):
+                if item.name in going and item.name not in over:
+                    news["ended"].append(list(item))
+                    over.add(item.name)
                 continue
-            row = going.get(each.model)
-            if row is None or each.model in over or each.model in asked:
-                each.refuse(
-                    409, f"{each.model}: no episode of that name waits for a turn; an episode asks one at a time"
+            row = going.get(item.model)
+            if row is None or item.model in over or item.model in asked:
+                item.refuse(
+                    409, f"{item.model}: no episode of that name waits for a turn; an episode asks one at a time"
                 )
                 continue
-            room = batch.max_new - (len(each.tokens) - row.request.prompt_length)
+            room = batch.max_new - (len(item.tokens) - row.request.prompt_length)
             if room < 1 or len(row.turns) == self._link.driver.turns:
-                news["limit"].append([each.model, "length" if room < 1 else "stop"])
-                each.refuse(
+                news["limit"].append([item.model, "length" if room < 1 else "stop"])
+                item.refuse(
                     400, f"maximum context length: {batch.max_new} tokens, or {len(row.turns)} turns, are reached"
                 )
-            elif why := self._wrong(row, each):
-                each.refuse(400, why)
-                news["ended"].append([each.model, 0.0, why, None])
-                over.add(each.model)
-                self._link.driver.cancel(each.model)
+            elif why := self._wrong(row, item):
+                item.refuse(400, why)
+                news["ended"].append([item.model, 0.0, why, None])
+                over.add(item.model)
+                self._link.driver.cancel(item.model)
             else:
-                asked[each.model] = each
+                asked[item.model] = item
         now = time.monotonic()
         for name, row in going.items():
             if name not in over and name not in asked and now > row.since + self._link.driver.deadline:
                 news["ended"].append([name, 0.0, "timeout: it neither asked for a turn nor ended in time", None])
                 self._link.driver.cancel(name)
         news["asked"] = [
-            [name, each.tokens.tolist(), each.sampling.max_tokens, list(each.sampling.stop_ids)]
-            for name, each in sorted(asked.items())
-            if not each.gone
+            [name, request.tokens.tolist(), request.sampling.max_tokens, list(request.sampling.stop_ids)]
+            for name, request in sorted(asked.items())
+            if not request.gone
         ]
         return news
 
     def _wrong(self, row: _DrivenRow, asked: TurnAsked) -> str:
         """Say why a request cannot be answered with the next turn of its row; "" if it can."""
-        before = row.request.tokens
-        if len(asked.tokens) < len(before) or not np.array_equal(asked.tokens[: len(before)], before):
+        tokens = row.request.tokens
+        if len(asked.tokens) < len(tokens) or not np.array_equal(asked.tokens[: len(tokens)], tokens):
             what = "its turns so far" if row.turns else "the prompt of data.train"
             return f"the request does not begin with {what}; ids are only ever appended"
         if asked.tokens.max() >= self._vocab:
             return f"token_ids: expected ids below {self._vocab}, got {asked.tokens.max()}"
-        own = {name: getattr(self._rollout, name) for name in SETTINGS}
+        settings = {name: getattr(self._rollout, name) for name in SETTINGS}
         for name, value in asked.sampling.others.items():
             off = name == "top_k" and value == -1
-            if (0 if off else value) != own.get(name, 0) and (name in own or value):
-                return f"{name}: the run draws with {own.get(name, 'none')}, got {value!r:.60}; leave it out"
+            if (0 if off else value) != settings.get(name, 0) and (name in settings or value):
+                return f"{name}: the run draws with {settings.get(name, 'none')}, got {value!r:.60}; leave it out"
         return ""
 
 
 def _shortened(turn: Turn, length: int) -> Turn:
     """Return the first tokens of a turn."""
-    whole = None if turn.whole_logps is None else turn.whole_logps[:length]
+    whole_logps = None if turn.whole_logps is None else turn.whole_logps[:length]
     return turn._replace(
-        tokens=turn.tokens[:length], logps=turn.logps[:length], versions=turn.versions[:length], whole_logps=whole
+        tokens=turn.tokens[:length], logps=turn.logps[:length], versions=turn.versions[:length], whole_logps=whole_logps
     )
 
 
 def _closed(row: _DrivenRow) -> list[Turn]:
     """Return the turns of an episode that is over, the last one with its end."""
-    *before, last = row.turns
-    ended = row.ended
-    assert ended is not None
-    finish = row.limit or ("error" if ended.failed else last.finish)
-    state = None if ended.state is None else json.dumps(ended.state)
+    *earlier, last = row.turns
+    end = row.ended
+    assert end is not None
+    finish = row.limit or ("error" if end.failed else last.finish)
+    state = None if end.state is None else json.dumps(end.state)
     # of those before, one that was cut at the request's own limit did not end the row
-    before = [turn._replace(finish="stop") for turn in before]
-    return [*before, last._replace(finish=finish, reward=ended.reward, state=state)]
+    earlier = [turn._replace(finish="stop") for turn in earlier]
+    return [*earlier, last._replace(finish=finish, reward=end.reward, state=state)]

@@ -170,8 +170,8 @@ class EngineSource:
         failure, lines = None, []
         if is_first():
             turns, failure = self._ask(requests, ended, sampling=sampling)
-            asked = {request.id: request for request in requests}
-            lines = [line_of(asked[turn.id], turn) for turn in turns]
+            by_id = {request.id: request for request in requests}
+            lines = [line_of(by_id[turn.id], turn) for turn in turns]
         failure, lines = gather([failure, lines])[0]
         if failure is not None:
             raise EngineError(
@@ -219,7 +219,7 @@ class EngineSource:
 
         ``ended`` is called on this thread.
         """
-        done: queue.SimpleQueue[Turn | BaseException | None] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Turn | BaseException | None] = queue.SimpleQueue()
         running = self._running = []
 
         async def every() -> None:
@@ -231,10 +231,10 @@ class EngineSource:
                     if over.is_set() or self._cancelled.is_set():
                         return
                     try:
-                        done.put(await self._turn(request, over, sampling or {}))
+                        results.put(await self._turn(request, over, sampling or {}))
                     except Exception as error:
                         over.set()
-                        done.put(error)
+                        results.put(error)
 
             await asyncio.gather(*map(one, requests))
 
@@ -243,12 +243,12 @@ class EngineSource:
                 with suppress(asyncio.CancelledError):
                     asyncio.run(every())
             finally:
-                done.put(None)
+                results.put(None)
 
         threading.Thread(target=work, name="engine", daemon=True).start()
         turns, failure, finished = [], None, False
         try:
-            while (news := done.get()) is not None:
+            while (news := results.get()) is not None:
                 if isinstance(news, Turn):
                     turns.append(news)
                     ended(news)
@@ -265,8 +265,8 @@ class EngineSource:
         return turns, "the run stopped" if self._cancelled.is_set() else failure
 
     async def _turn(self, request: Request, over: asyncio.Event, sampling: dict[str, Any]) -> Turn:
-        body, most = self._body(request, sampling), MOST + BYTES_PER_TOKEN * request.max_new
-        return await self._send(ENDPOINT, body, partial(self._read, request), most=most, over=over)
+        body, max_bytes = self._body(request, sampling), MOST + BYTES_PER_TOKEN * request.max_new
+        return await self._send(ENDPOINT, body, partial(self._read, request), most=max_bytes, over=over)
 
     async def _send(
         self, target: str, body: dict[str, Any], read: Callable[[bytes], T], *, most: int, over: asyncio.Event | None
@@ -333,13 +333,13 @@ class EngineSource:
             reply = json.loads(body)
             (choice,) = reply["choices"]
             ids, content, finish = choice["token_ids"], choice["logprobs"]["content"], choice["finish_reason"]
-            named, logps = [_token_id(entry) for entry in content], [float(entry["logprob"]) for entry in content]
-            asked = (reply.get("usage") or {}).get("prompt_tokens", len(request.tokens))
+            logged_ids, logps = [_token_id(entry) for entry in content], [float(entry["logprob"]) for entry in content]
+            prompt_length = (reply.get("usage") or {}).get("prompt_tokens", len(request.tokens))
             weights = [_version(span) for span in choice.get("weight_versions") or ()]
-            if named != ids:
+            if logged_ids != ids:
                 raise ValueError("the log-probs are of other tokens")
-            if asked != len(request.tokens):
-                raise ValueError(f"the answer is to a prompt of {asked} tokens, not {len(request.tokens)}")
+            if prompt_length != len(request.tokens):
+                raise ValueError(f"the answer is to a prompt of {prompt_length} tokens, not {len(request.tokens)}")
             if any(not math.isfinite(x) or x <= MISSING for x in logps):
                 raise ValueError("log-probs are missing")
             turn = Turn(

@@ -95,13 +95,13 @@ class EpisodeSource(EpisodesFromTurns):
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
     ) -> list[Turn]:
         """Draw all episodes of a batch; ``report`` is not called, since rewards see whole episodes."""
-        begun = zip(batch.requests, np.repeat(batch.prompts.problem, batch.group_size), episode_seeds(batch))
-        going = [_Row(each, (), Episode(dict(self._columns_of(int(p))), seed, ())) for each, p, seed in begun]
-        ended: dict[RowId, Turn] = {}
-        stopped: dict[RowId, Episode] = {}  # by a limit: their environments have not ended them
-        drawn = self._source.draw(batch)
+        starts = zip(batch.requests, np.repeat(batch.prompts.problem, batch.group_size), episode_seeds(batch))
+        going = [_Row(request, (), Episode(dict(self._columns_of(int(p))), seed, ())) for request, p, seed in starts]
+        finished: dict[RowId, Turn] = {}
+        limited: dict[RowId, Episode] = {}  # by a limit: their environments have not ended them
+        new_turns = self._source.draw(batch)
         while going:
-            turns = [turn._replace(observed=row.observed) for row, turn in zip(going, drawn, strict=True)]
+            turns = [turn._replace(observed=row.observed) for row, turn in zip(going, new_turns, strict=True)]
             answers = iter(
                 self._ask(
                     self._environments.advance,
@@ -115,28 +115,28 @@ class EpisodeSource(EpisodesFromTurns):
             following = []
             for row, turn in zip(going, turns):
                 if turn.finish != "stop":  # cut: nobody answers half a turn
-                    ended[turn.id], stopped[turn.id] = turn._replace(reward=0.0), row.episode
+                    finished[turn.id], limited[turn.id] = turn._replace(reward=0.0), row.episode
                     continue
                 episode, step = next(answers)
                 finish = "error" if step.failed else "stop"
-                ended[turn.id] = turn._replace(reward=step.reward, finish=finish, state=_written(step))
+                finished[turn.id] = turn._replace(reward=step.reward, finish=finish, state=_written(step))
                 if step.text is None:
                     continue
                 episode = episode._replace(observations=(*episode.observations, step.text))
                 observed = self._reply(step.text)
                 tokens = np.concatenate([row.request.tokens, turn.tokens, np.asarray(observed, np.int32)])
-                after = turn.id._replace(turn=turn.id.turn + 1)
-                if after.turn == self._most:
-                    stopped[turn.id] = episode
+                next_id = turn.id._replace(turn=turn.id.turn + 1)
+                if next_id.turn == self._most:
+                    limited[turn.id] = episode
                 elif len(tokens) - row.request.prompt_length >= batch.max_new:  # no room for another turn
-                    ended[turn.id], stopped[turn.id] = ended[turn.id]._replace(finish="length"), episode
+                    finished[turn.id], limited[turn.id] = finished[turn.id]._replace(finish="length"), episode
                 else:
-                    request = row.request._replace(id=after, tokens=tokens)
+                    request = row.request._replace(id=next_id, tokens=tokens)
                     following.append(_Row(request, tuple(observed), episode))
             going = following
-            drawn = self._source.go_on(batch, [row.request for row in going]) if going else []
-        self._finish(ended, stopped)
-        return [ended[id] for id in sorted(ended)]
+            new_turns = self._source.go_on(batch, [row.request for row in going]) if going else []
+        self._finish(finished, limited)
+        return [finished[id] for id in sorted(finished)]
 
     def _finish(self, ended: dict[RowId, Turn], stopped: dict[RowId, Episode]) -> None:
         """Add what environments give at the end to the last turns of episodes that they did not end themselves."""

@@ -83,7 +83,7 @@ def read_groups(
         rows = sorted(_rows(path).items())
         for start in range(0, len(rows), group_size):
             part = [row for _, row in rows[start : start + group_size]]
-            place, prompt, turns = part[0][0], (), []
+            location, prompt, turns = part[0][0], (), []
             for where, line in part:
                 try:
                     if lacking := [name for name in needed if line.get(name) is None]:
@@ -102,9 +102,11 @@ def read_groups(
             number = part[0][1].get("problem")
             problem = by_prompt.get(prompt) if number is None else encoded.by_index.get(number)
             if problem is None or prompts[problem.index] != prompt:
-                raise DataError(f"{place}: data.train has no such prompt, rendered as the config says; set its dataset")
+                raise DataError(
+                    f"{location}: data.train has no such prompt, rendered as the config says; set its dataset"
+                )
             if len(turns) < group_size:
-                raise DataError(f"{place}: {len(turns)} completions, expected rollout.group_size = {group_size}")
+                raise DataError(f"{location}: {len(turns)} completions, expected rollout.group_size = {group_size}")
             groups.append(Group(problem, list(prompt), turns))
     return groups
 

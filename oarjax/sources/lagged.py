@@ -155,19 +155,19 @@ class LaggedSource:
         self.settle()
         iterations = [batch.iteration + n for n in range(self._lag + 1) if batch.iteration + n <= self._last]
         batches = [batch] + [self._batch_of(n, self._prompts.ahead(n - batch.iteration - 1)) for n in iterations[1:]]
-        missing = [each for each in batches if each.iteration not in self._held]
-        if missing and missing[0] is batch:  # the run has just begun, or resumes
-            self._draw_all(missing[:1])
-            missing = missing[1:]
-        if self._background is None or not missing:
-            self._draw_all(missing)
+        undrawn = [b for b in batches if b.iteration not in self._held]
+        if undrawn and undrawn[0] is batch:  # the run has just begun, or resumes
+            self._draw_all(undrawn[:1])
+            undrawn = undrawn[1:]
+        if self._background is None or not undrawn:
+            self._draw_all(undrawn)
         else:
             self._background.ready()
-            self._thread = threading.Thread(target=self._work, args=(missing,), name="lagged", daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(undrawn,), name="lagged", daemon=True)
             self._thread.start()
-        drawn = self._held.pop(batch.iteration)
-        self._spent = self._spent.plus(drawn.spent)
-        return drawn.turns
+        ahead = self._held.pop(batch.iteration)
+        self._spent = self._spent.plus(ahead.spent)
+        return ahead.turns
 
     def spent(self) -> Spent:
         """Return the counts of the rollouts that were returned since the last call."""
@@ -185,10 +185,10 @@ class LaggedSource:
         for batch in batches:
             turns = self._bound.draw(batch)
             self._held[batch.iteration] = DrawnAhead(turns, self._bound.spent())
-            drawn, expected = max(int(turn.versions.max()) for turn in turns), max(0, batch.iteration - 1 - self._lag)
-            if drawn > expected:
+            version, expected = max(int(turn.versions.max()) for turn in turns), max(0, batch.iteration - 1 - self._lag)
+            if version > expected:
                 self._say(
-                    f"update.lag: the rollouts of iteration {batch.iteration} are drawn after {drawn} iterations and "
+                    f"update.lag: the rollouts of iteration {batch.iteration} are drawn after {version} iterations and "
                     f"not {expected}: those drawn ahead are not recorded, because the run was extended, or are lost"
                 )
 

@@ -63,19 +63,19 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
         ValueError, KeyError, TypeError: it is none.
     """
     tokens, logps = whole_numbers("tokens", line["tokens"]), floats_of(line["logps"])
-    whole, experts, teacher = (line.get(name) for name in ("whole_logps", "experts", "teacher_logps"))
+    whole_logps, experts, teacher = (line.get(name) for name in ("whole_logps", "experts", "teacher_logps"))
     versions = whole_numbers("version", np.atleast_1d(line.get("version") or 0))
     if logps.shape != tokens.shape or line["finish"] not in ("stop", "length"):
         raise ValueError(f"{len(logps)} log-probs of {len(tokens)} tokens, finish {line['finish']!r}")
-    if whole is not None and len(whole) != len(tokens):
-        raise ValueError(f"{len(whole)} whole_logps of {len(tokens)} tokens")
+    if whole_logps is not None and len(whole_logps) != len(tokens):
+        raise ValueError(f"{len(whole_logps)} whole_logps of {len(tokens)} tokens")
     return Turn(
         place_of(line),
         tokens,
         logps,
         np.broadcast_to(versions, tokens.shape).copy(),
         line["finish"],
-        None if whole is None else floats_of(whole),
+        None if whole_logps is None else floats_of(whole_logps),
         None if experts is None else whole_numbers("experts", experts, axes=3),
         None if teacher is None else floats_of(teacher),
     )
@@ -87,10 +87,10 @@ def place_of(line: Mapping[str, Any]) -> RowId:
     Raises:
         ValueError, KeyError: it does not say.
     """
-    place = RowId(*(line[name] for name in PLACE))
-    if any(type(number) is not int or number < 0 for number in place):
-        raise ValueError(f"expected {', '.join(PLACE)} as whole numbers from 0, got {place!r:.200}")
-    return place
+    row_id = RowId(*(line[name] for name in PLACE))
+    if any(type(number) is not int or number < 0 for number in row_id):
+        raise ValueError(f"expected {', '.join(PLACE)} as whole numbers from 0, got {row_id!r:.200}")
+    return row_id
 
 
 def whole_numbers(name: str, values: Any, *, axes: int = 1) -> Int32[np.ndarray, "..."]:
@@ -99,10 +99,10 @@ def whole_numbers(name: str, values: Any, *, axes: int = 1) -> Int32[np.ndarray,
     Raises:
         ValueError: they are others, not of so many axes, or negative.
     """
-    found = np.asarray(values)
-    if found.ndim != axes or (found.size and (found.dtype.kind != "i" or not 0 <= found.min() <= found.max() < 2**31)):
+    array = np.asarray(values)
+    if array.ndim != axes or (array.size and (array.dtype.kind != "i" or not 0 <= array.min() <= array.max() < 2**31)):
         raise ValueError(f"expected {name} as whole numbers from 0, got {values!r:.60}")
-    return found.astype(np.int32)
+    return array.astype(np.int32)
 
 
 class Known(NamedTuple):
@@ -144,12 +144,12 @@ class Records:
                         if len(turn_of(line).tokens) > batch.max_new or not isinstance(line["report"], int | None):
                             raise ValueError(f"too many tokens, or report {line['report']!r:.60}")
                         lines[line["row"]] = line
-                wrong = {b for b, line in lines.items() if b >= len(requests) or not _answers(line, requests[b])}
+                mismatched = {b for b, line in lines.items() if b >= len(requests) or not _answers(line, requests[b])}
             except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
                 self._say(f"{path} cannot be read ({error}); drawing iteration {batch.iteration} again")
                 path.unlink(missing_ok=True)
                 return [{}, None]
-            if wrong:
+            if mismatched:
                 self._say(f"{path}: these rollouts are of other prompts or keys; drawing again")
                 return [{}, None]
             return [lines, spent]
@@ -200,13 +200,13 @@ class RecordedSource:
         requests, problems = batch.requests, np.repeat(np.asarray(batch.prompts.problem), batch.group_size)
         recorded = self._records.known(batch, requests)
         turns = {b: turn_of(line) for b, line in recorded.lines.items()}
-        missing = np.setdiff1d(np.arange(len(requests)), list(turns))
-        if recorded.spent is not None and not len(missing):
+        missing_rows = np.setdiff1d(np.arange(len(requests)), list(turns))
+        if recorded.spent is not None and not len(missing_rows):
             self._spent = self._spent.plus(recorded.spent)
             _report_again(batch, recorded, turns, report)
             return [turns[b] for b in sorted(turns)]
         numbers = {b: line["report"] for b, line in recorded.lines.items()}
-        number, written = count(1 + max((n for n in numbers.values() if n is not None), default=-1)), set[int]()
+        number, written_rows = count(1 + max((n for n in numbers.values() if n is not None), default=-1)), set[int]()
 
         def line(turn: Turn) -> dict[str, Any]:
             b = turn.id.row
@@ -216,7 +216,7 @@ class RecordedSource:
             numbers.update(dict.fromkeys(news.rows.tolist(), next(number)))
             if news.turns:
                 self._records.append(batch.iteration, map(line, news.turns), sync=False)
-                written.update(turn.id.row for turn in news.turns)
+                written_rows.update(turn.id.row for turn in news.turns)
             if report is not None:
                 report(news)
 
@@ -225,15 +225,15 @@ class RecordedSource:
             number = count()
         else:
             _report_again(batch, recorded, turns, report)
-        drawn = self._source.draw(batch, keep, rows=missing)
+        new_turns = self._source.draw(batch, keep, rows=missing_rows)
         spent = self._source.spent()
         if turns and not self._source.together:
-            spent = spent.plus(Spent(redrawn=len(missing)))
-        lines = [line(turn) for turn in drawn if turn.id.row not in written]
+            spent = spent.plus(Spent(redrawn=len(missing_rows)))
+        lines = [line(turn) for turn in new_turns if turn.id.row not in written_rows]
         key = {"iteration": batch.iteration, "attempt": batch.attempt}
         self._records.append(batch.iteration, [*lines, {**key, "spent": spent._asdict()}])
         self._spent = self._spent.plus(spent)
-        turns |= {turn.id.row: turn for turn in drawn}
+        turns |= {turn.id.row: turn for turn in new_turns}
         return [turns[b] for b in sorted(turns)]
 
     def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:

@@ -155,9 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            asked = self._asked()
-            self.server.take(asked)
-            reply = asked.wait(self.connection)
+            request = self._asked()
+            self.server.take(request)
+            reply = request.wait(self.connection)
         except Refused as refused:
             reply = refused.status, _error(refused.status, str(refused))
         if reply is not None:
@@ -224,15 +224,15 @@ def asked_of(body: Any) -> TurnAsked:
     tokens = _ids("token_ids", body.get("token_ids"))
     if not len(tokens):
         raise Refused(400, "token_ids: expected at least one id")
-    most, count = params.get("max_tokens"), params.get("n", 1)
-    if most is not None and (type(most) is not int or most < 1):
-        raise Refused(400, f"max_tokens: expected a whole number from 1, got {most!r:.60}")
+    max_tokens, count = params.get("max_tokens"), params.get("n", 1)
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise Refused(400, f"max_tokens: expected a whole number from 1, got {max_tokens!r:.60}")
     if count != 1:
         raise Refused(400, f"n: expected 1, got {count!r:.60}")
     stops = _ids("stop_token_ids", params.get("stop_token_ids") or [])
-    read = {"max_tokens", "n", "stop_token_ids", *UNREAD}
-    others = {name: value for name, value in params.items() if name not in read and value is not None}
-    return TurnAsked(model, tokens, Sampling(most, tuple(stops.tolist()), others))
+    known_params = {"max_tokens", "n", "stop_token_ids", *UNREAD}
+    other_params = {name: value for name, value in params.items() if name not in known_params and value is not None}
+    return TurnAsked(model, tokens, Sampling(max_tokens, tuple(stops.tolist()), other_params))
 
 
 def _ids(name: str, values: Any) -> Int32[np.ndarray, "n"]:
@@ -248,9 +248,9 @@ def cut(
 
     What is left is as likely as if no more had been drawn.
     """
-    own = np.isin(tokens, np.setdiff1d(sampling.stop_ids, stop_ids))
-    end = int(own.argmax()) + 1 if own.any() else len(tokens)
-    finish = "stop" if own.any() else finish
+    is_stop = np.isin(tokens, np.setdiff1d(sampling.stop_ids, stop_ids))
+    end = int(is_stop.argmax()) + 1 if is_stop.any() else len(tokens)
+    finish = "stop" if is_stop.any() else finish
     if sampling.max_tokens is not None and sampling.max_tokens < end:
         end, finish = sampling.max_tokens, "length"
     return tokens[:end], finish

@@ -86,7 +86,7 @@ class Sync:
         Raises:
             StaleWeights: it does not draw with them.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         plain = self._weights.plain(params)
         if self._syncs == 0 or (self._drill and self._syncs % self._drill == 0):
             shaken = self._weights.shake(plain, jax.random.key(self._syncs))
@@ -97,7 +97,7 @@ class Sync:
         gaps = self._check(plain, "the policy's weights", others={})
         self._syncs += 1
         gap_mean, gap_p99, gap_max = float(gaps.mean()), float(np.quantile(gaps, 0.99)), float(gaps.max())
-        spent = Spent(syncing=time.perf_counter() - began, gap_mean=gap_mean, gap_p99=gap_p99, gap_max=gap_max)
+        spent = Spent(syncing=time.perf_counter() - start, gap_mean=gap_mean, gap_p99=gap_p99, gap_max=gap_max)
         self._spent = self._spent.plus(spent)
 
     def spent(self) -> Spent:
@@ -127,16 +127,16 @@ class Sync:
         exact = logps(params, self._weights.exact)
         allowed = FLOOR + MARGIN * mean_gap(logps(params, self._weights.rounded), exact)
         gap = mean_gap(engine, exact)
-        kept = {name: logps(other(), self._weights.exact) for name, other in others.items()}
+        stale_logps = {name: logps(other(), self._weights.exact) for name, other in others.items()}
         if not gap <= allowed:  # NaN is refused as well
-            near = min(kept, key=lambda name: mean_gap(engine, kept[name]), default=None)
-            like = "" if near is None else f"; nearest is {near} kept, off by {mean_gap(engine, kept[near]):.2g}"
+            near = min(stale_logps, key=lambda name: mean_gap(engine, stale_logps[name]), default=None)
+            like = "" if near is None else f"; nearest is {near} kept, off by {mean_gap(engine, stale_logps[near]):.2g}"
             raise StaleWeights(
                 f"rollout.engine: after a sync to {what} the engine's log-probs are off by {gap:.2g} nats on average, "
                 f"{allowed:.2g} at most by its dtype{like}; nothing was trained. Serve a folder written by oarjax "
                 "export --untie, with the dtype of rollout.engine.dtype, on an engine whose reload_weights works"
             )
-        hidden = [name for name, values in kept.items() if mean_gap(values, exact) <= allowed]
+        hidden = [name for name, values in stale_logps.items() if mean_gap(values, exact) <= allowed]
         if hidden:
             self._say(
                 f"rollout.engine: a drill does not see whether the engine keeps {', '.join(hidden)}: noise there moves "
@@ -166,10 +166,10 @@ def shaken_params(params: Params, key: Key[Array, ""]) -> Params:
 def mixtures(params: Params, others: Params) -> list[tuple[str, Callable[[], Params]]]:
     """Return for every tensor its name, and what makes the params with that tensor of the others."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    kept = jax.tree.leaves(others)
+    other_leaves = jax.tree.leaves(others)
 
     def mixture(at: int) -> Params:
-        return jax.tree.unflatten(tree, [kept[n] if n == at else leaf for n, (_, leaf) in enumerate(leaves)])
+        return jax.tree.unflatten(tree, [other_leaves[n] if n == at else leaf for n, (_, leaf) in enumerate(leaves)])
 
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     return [(name, lambda at=at: mixture(at)) for at, name in enumerate(names)]

@@ -53,18 +53,18 @@ def arithmetic_rows(
     if split not in SIZES:
         raise ValueError(f"builtin:arithmetic has no split {split!r}; set one of {', '.join(SIZES)}")
     draw = random.Random(f"{split}/{seed}/{terms}/{highest}")
-    seen: set[str] = set()
+    questions: set[str] = set()
     for _ in range(rows):
         for _ in range(10_000):
             question, steps, answer = arithmetic_problem(draw, terms=terms, highest=highest)
-            if question not in seen and split_of(question) == split:
+            if question not in questions and split_of(question) == split:
                 break
         else:
             raise ValueError(
                 f"builtin:arithmetic has fewer than {rows} problems of {terms} numbers up to {highest} for {split} "
-                f"(found {len(seen)}); raise terms or highest, or lower limit"
+                f"(found {len(questions)}); raise terms or highest, or lower limit"
             )
-        seen.add(question)
+        questions.add(question)
         write_out = split != "sft" or draw.random() < written
         yield {"question": question, "answer": f"{steps}{MARKER} {answer}" if write_out else f"{MARKER} {answer}"}
 
@@ -74,12 +74,12 @@ def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tupl
     total = draw.randint(0, highest)
     question, steps = str(total), ""
     for _ in range(terms - 1):
-        after = draw.randrange(highest)  # among the totals other than this one
-        after += after >= total
-        change = f"{'+' if after >= total else '-'}{abs(after - total)}"
+        next_total = draw.randrange(highest)  # among the totals other than this one
+        next_total += next_total >= total
+        change = f"{'+' if next_total >= total else '-'}{abs(next_total - total)}"
         question += change
-        steps += f"{total}{change}={after};"
-        total = after
+        steps += f"{total}{change}={next_total};"
+        total = next_total
     return f"{question}=", steps, str(total)
 
 

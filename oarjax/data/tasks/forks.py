@@ -117,14 +117,14 @@ def written_out(
     if kind == "chain":
         total = digits[0]
         for fork, digit in enumerate(digits[1:]):
-            after = choose(fork, digit, str((total + digit) % 10), "0123456789")
-            text += f"{total}+{digit}={after};{draw_filler(filler)}"
-            total, answer = int(after), after
+            next_digit = choose(fork, digit, str((total + digit) % 10), "0123456789")
+            text += f"{total}+{digit}={next_digit};{draw_filler(filler)}"
+            total, answer = int(next_digit), next_digit
     else:
         for fork, digit in enumerate(digits):
             letter = choose(fork, digit, table[fork][digit], CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)])
-            before = [filler] if kind == "copy" else [filler // 2, filler - filler // 2]
-            text += "".join(draw_filler(length) + letter for length in before)
+            lengths = [filler] if kind == "copy" else [filler // 2, filler - filler // 2]
+            text += "".join(draw_filler(length) + letter for length in lengths)
             answer += letter
     return f"{text}{MARKER} {answer}"
 
@@ -144,8 +144,8 @@ def fork_tokens(question: str, tokens: Sequence[str], *, kind: Kind, seed: int) 
     if kind == "chain":
         total = digits[:1]
         for n, step in enumerate(re.finditer(r"([0-9])\+([0-9])=([0-9])", text), start=1):
-            after = str((int(step[1]) + int(step[2])) % 10)
-            expected = (total, digits[n : n + 1], after)
+            next_digit = str((int(step[1]) + int(step[2])) % 10)
+            expected = (total, digits[n : n + 1], next_digit)
             mistakes += [step.span(part) for part in (1, 2, 3) if step[part] != expected[part - 1]]
             forks.append(step.span(3))
             total = step[3]

@@ -74,15 +74,15 @@ def stories_rows(
     if split not in SIZES:
         raise ValueError(f"builtin:stories has no split {split!r}; set one of {', '.join(SIZES)}")
     draw = random.Random(f"stories/{split}/{seed}/{highest}")
-    chosen = [template for template in templates() if held_out(template) == (split == "eval")]
-    seen: set[str] = set()
-    while len(seen) < (rows or SIZES[split]):
-        template = draw.choice(chosen)
+    eligible = [template for template in templates() if held_out(template) == (split == "eval")]
+    questions: set[str] = set()
+    while len(questions) < (rows or SIZES[split]):
+        template = draw.choice(eligible)
         facts = draw_facts(draw, template.schema, highest=highest)
         question = tell(draw, template, facts, highest=highest)
-        if question in seen or (split != "eval" and (split_of(question) == "sft") != (split == "sft")):
+        if question in questions or (split != "eval" and (split_of(question) == "sft") != (split == "sft")):
             continue
-        seen.add(question)
+        questions.add(question)
         answer = str(solve(equations(facts))[-1][3])
         if split != "sft":
             yield {"question": question, "answer": f"{MARKER} {answer}"}

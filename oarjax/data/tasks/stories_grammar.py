@@ -236,10 +236,10 @@ def draw_facts(draw: random.Random, schema: Sequence[str], *, highest: int) -> l
         for _ in range(20):
             facts, total = [], answer
             for kind in reversed(schema):
-                drawn = _before(draw, kind, total, highest)
-                if drawn is None:
+                result = _before(draw, kind, total, highest)
+                if result is None:
                     break
-                numbers, total = drawn
+                numbers, total = result
                 facts.append(Fact(kind, numbers))
             else:
                 if total >= 2:
@@ -248,30 +248,30 @@ def draw_facts(draw: random.Random, schema: Sequence[str], *, highest: int) -> l
 
 def _before(draw: random.Random, kind: str, after: int, highest: int) -> tuple[tuple[int, ...], int] | None:
     """Draw a fact's numbers and the total before it, from the total after it; None if they do not exist."""
-    before: int
+    total_before: int
     if kind == "have":
         return (), after
     if kind == "gain":
-        before = draw.randint(1, max(after - 1, 1))
-        numbers = (after - before,)
+        total_before = draw.randint(1, max(after - 1, 1))
+        numbers = (after - total_before,)
     elif kind == "loss":
-        before = draw.randint(min(after + 1, highest), highest)
-        numbers = (before - after,)
+        total_before = draw.randint(min(after + 1, highest), highest)
+        numbers = (total_before - after,)
     elif kind == "times":
         numbers = (draw.choice((2, 3)),)
-        before = after // numbers[0] if after % numbers[0] == 0 else 0
+        total_before = after // numbers[0] if after % numbers[0] == 0 else 0
     elif kind == "part":
         numbers = (draw.choice((2, 3)),)
-        before = after * numbers[0]
+        total_before = after * numbers[0]
     elif kind in ("bags", "taken"):
         numbers = (draw.randint(2, 4), draw.randint(2, 5))
         change = numbers[0] * numbers[1]
-        before = after - change if kind == "bags" else after + change
+        total_before = after - change if kind == "bags" else after + change
         if change > highest:
             return None
     elif kind == "missing":
-        before = draw.randint(1, max(highest - after, 1))
-        numbers = (after + before,)
+        total_before = draw.randint(1, max(highest - after, 1))
+        numbers = (after + total_before,)
         if numbers[0] > highest:
             return None
     else:  # more, fewer: ``after`` is what both have together
@@ -279,9 +279,9 @@ def _before(draw: random.Random, kind: str, after: int, highest: int) -> tuple[t
         choices = [n for n in range(1, after) if sign * (after - 2 * n) >= 1]
         if not choices:
             return None
-        before = draw.choice(choices)
-        numbers = (sign * (after - 2 * before),)
-    return (numbers, before) if min(numbers, default=1) >= 1 and 1 <= before <= highest else None
+        total_before = draw.choice(choices)
+        numbers = (sign * (after - 2 * total_before),)
+    return (numbers, total_before) if min(numbers, default=1) >= 1 and 1 <= total_before <= highest else None
 
 
 def equations(facts: Sequence[Fact]) -> list[Equation]:
@@ -333,12 +333,12 @@ def tell(draw: random.Random, template: StoryTemplate, facts: Sequence[Fact], *,
     """Write a problem by a template; draws its names, things and days, and the numbers of its asides."""
     women = draw.random() < 0.5
     name, thing = draw.choice(WOMEN if women else MEN), draw.choice(THINGS)
-    friend = draw.choice([other for other in (*WOMEN, *MEN) if other != name])
-    left, out = list(facts), []
+    friend = draw.choice([person for person in (*WOMEN, *MEN) if person != name])
+    facts_left, out = list(facts), []
     for kind, form in template.sentences:
         numbers = (draw.randint(2, highest),)
-        if left and kind == left[0].kind:
-            numbers = left.pop(0).numbers
+        if facts_left and kind == facts_left[0].kind:
+            numbers = facts_left.pop(0).numbers
         slots = {"n": name, "f": friend, "o": thing, "p": "she" if women else "he", "d": draw.choice(DAYS)}
         out.append(FORMS[kind][form].format(**slots, x=numbers[-1], k=numbers[0]))
     return " ".join(out)

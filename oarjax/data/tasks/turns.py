@@ -66,10 +66,10 @@ def guess_rows(
 def _guesses(draw: random.Random, hidden: int, highest: int, budget: int, right: float) -> list[str]:
     """Return the turns of a game, up to a hit or the last guess of the budget."""
     low, high, turns = 1, highest, []
-    for left in reversed(range(budget)):
+    for guesses_left in reversed(range(budget)):
         guess = (low + high) // 2 if draw.random() < right else draw.randint(1, highest)
         turns.append(str(guess))
-        if guess == hidden or not left:
+        if guess == hidden or not guesses_left:
             break
         turns.append("higher" if guess < hidden else "lower")
         low, high = (max(low, guess + 1), high) if guess < hidden else (low, min(high, guess - 1))
@@ -104,7 +104,7 @@ def _computed(answer: str) -> list[str]:
     """Return the turns that compute the steps of a written-out answer: ``37+25=62;62-18=44;#### 44``."""
     *steps, last = answer.split(";")
     sides = [step.split("=") for step in steps]
-    return [*itertools.chain(*((f"{OPEN}{left}{CLOSE}", result.join(RESULT)) for left, result in sides)), last]
+    return [*itertools.chain(*((f"{OPEN}{term}{CLOSE}", result.join(RESULT)) for term, result in sides)), last]
 
 
 def _check(task: str, split: str) -> None:
