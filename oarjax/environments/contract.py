@@ -270,8 +270,8 @@ def _call(tools: Mapping[str, Callable[..., Any]], instance: Any, body: str, end
         return _error(f"no tool is called {name[:100]}; there are {', '.join(tools)}")
     if not isinstance(arguments, dict):
         return _error("the arguments of a call are an object")
-    if wrong := _wrong_argument(tools[name], arguments):
-        return _error(f"{name}: {wrong}")
+    if fault := _wrong_argument(tools[name], arguments):
+        return _error(f"{name}: {fault}")
     try:
         result = getattr(instance, name)(**arguments)
     except ValueError as error:
@@ -297,8 +297,8 @@ def _wrong_argument(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         hints = {}
     for name, value in arguments.items():
         if name in hints and not fits(value, hints[name]):
-            wanted, plain = hints[name], isinstance(hints[name], type) and not get_args(hints[name])
-            return f"argument {name} must be {wanted.__name__ if plain else str(wanted).removeprefix('typing.')}"
+            hint, plain = hints[name], isinstance(hints[name], type) and not get_args(hints[name])
+            return f"argument {name} must be {hint.__name__ if plain else str(hint).removeprefix('typing.')}"
     return ""
 
 

@@ -60,10 +60,10 @@ def environment_settings(name: str, settings: Mapping[str, Any], turns: int) -> 
         if not isinstance(settings.get(key, kind()), kind):
             what = "a path" if kind is str else "fields in {...}"
             raise ConfigError(f"rollout.environment.settings.{key}: expected {what}, got {settings[key]!r:.60}")
-    asked = {key: value for key, value in settings.items() if key not in ("python", "renderer")}
+    fields = {key: value for key, value in settings.items() if key not in ("python", "renderer")}
     plain = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": turns}
-    agents = {} if "id" in asked else {"agent": {**plain, **asked.get("agent", {})}}
-    return {**asked, **agents, "taskset": {"id": name.removeprefix(VERIFIERS), **asked.get("taskset", {})}}
+    agents = {} if "id" in fields else {"agent": {**plain, **fields.get("agent", {})}}
+    return {**fields, **agents, "taskset": {"id": name.removeprefix(VERIFIERS), **fields.get("taskset", {})}}
 
 
 class Player:
@@ -156,17 +156,17 @@ class Player:
         assert self._process is not None
         assert self._process.stdin is not None
         pipe, until = self._process.stdin.fileno(), time.monotonic() + seconds
-        left = memoryview(json.dumps(message, default=str).encode() + b"\n")
+        unsent = memoryview(json.dumps(message, default=str).encode() + b"\n")
         look = select.poll()
         look.register(pipe, select.POLLOUT)
-        while left:
+        while unsent:
             if not look.poll(1000 * max(until - time.monotonic(), 0)):
                 raise PlayerError(
                     f"rollout.environment: the process that plays {self._name} reads no input for {seconds:g} seconds; "
                     "raise rollout.environment.deadline if it was only busy, and start the same command again"
                 )
             try:
-                left = left[os.write(pipe, left) :]
+                unsent = unsent[os.write(pipe, unsent) :]
             except BlockingIOError:
                 continue
             except OSError:  # it has ended, which the reading thread tells

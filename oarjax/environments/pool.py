@@ -239,7 +239,7 @@ class _Turns(CallQueue):
                 return self._call(index, worker)
         for index in list(self._queue):
             item = self._items[index]
-            if any(any(map(item.matches, other.held.get(item.key, ()))) for other in workers):
+            if any(any(map(item.matches, peer.held.get(item.key, ()))) for peer in workers):
                 continue
             if item.played and not self._replayable:
                 self.give_up([index], "crash", "its instance is lost, and its class says replayable = False")
@@ -251,13 +251,13 @@ class _Turns(CallQueue):
         self._queue.remove(index)
         item = self._items[index]
         columns, seed, texts, _ = item.episode
-        held = worker.held.get(item.key, [])
-        live = next(filter(item.matches, held), None)
+        instances = worker.held.get(item.key, [])
+        live = next(filter(item.matches, instances), None)
         operations = [("reset", ""), *(("play", text) for text in texts), ("finish", "")][: None if item.finish else -1]
         item.turn, item.failed = 0, ""
         if live is not None:
-            held.remove(live)
-            if not held:
+            instances.remove(live)
+            if not instances:
                 del worker.held[item.key]
             item.turn, operations = len(operations) - 1, operations[-1:]
         item.live = live or _Live(next(self._numbers), ())
@@ -268,10 +268,10 @@ class _Turns(CallQueue):
         self._queue.extendleft(set(items))
 
     def settle(self, item: int, reply: dict[str, Any], worker: Worker) -> None:
-        asked = self._items[item]
+        entry = self._items[item]
         match reply:
             case {
-                "turn": asked.turn,
+                "turn": entry.turn,
                 "text": str() | None as observation,
                 "reward": float(reward),
                 "state": dict() | None as state,
@@ -283,17 +283,17 @@ class _Turns(CallQueue):
                 raise InvalidMessage("an invalid reply")
         if refused:
             raise UserError(refused)
-        if failed and not asked.failed:
-            asked.failed = f"crash: {failed}"
-        self._compare(asked, observation)
-        if observation is not None and asked.turn:
-            asked.live = _Live(asked.live.number, (*asked.live.observations, observation))
-        if asked.turn == len(asked.episode.texts) + asked.finish:
-            asked.step = Step(None, 0.0, asked.failed) if asked.failed else Step(observation, reward, state=state)
+        if failed and not entry.failed:
+            entry.failed = f"crash: {failed}"
+        self._compare(entry, observation)
+        if observation is not None and entry.turn:
+            entry.live = _Live(entry.live.number, (*entry.live.observations, observation))
+        if entry.turn == len(entry.episode.texts) + entry.finish:
+            entry.step = Step(None, 0.0, entry.failed) if entry.failed else Step(observation, reward, state=state)
             self.open -= 1
-            if asked.step.text is not None:
-                worker.held.setdefault((asked.identity, asked.episode.texts), []).append(asked.live)
-        asked.turn += 1
+            if entry.step.text is not None:
+                worker.held.setdefault((entry.identity, entry.episode.texts), []).append(entry.live)
+        entry.turn += 1
 
     @staticmethod
     def _compare(item: _Item, observation: str | None) -> None:

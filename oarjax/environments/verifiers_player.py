@@ -74,13 +74,13 @@ async def play(out: Any) -> None:
     async with env.serving():
         send({"ready": True})
         while line := await lines.readline():
-            asked = json.loads(line)
-            if "play" in asked:
-                name = asked["play"]
-                running[name] = asyncio.create_task(one(env, setup, name, asked["task"], send))
+            message = json.loads(line)
+            if "play" in message:
+                name = message["play"]
+                running[name] = asyncio.create_task(one(env, setup, name, message["task"], send))
                 running[name].add_done_callback(lambda task, name=name: running.pop(name, None))
-            elif asked["cancel"] in running:
-                running[asked["cancel"]].cancel()
+            elif message["cancel"] in running:
+                running[message["cancel"]].cancel()
         for task in running.values():
             task.cancel()
         await asyncio.gather(*running.values(), return_exceptions=True)

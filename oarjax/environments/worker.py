@@ -39,13 +39,13 @@ def _prepare(setup: dict[str, Any]) -> Answer:
     def answer(call: dict[str, Any], emit: Reply) -> None:
         instance = instances.pop(call["instance"], None)
         reply: dict[str, Any] = {}
-        for place, (operation, text) in enumerate(call["operations"]):
-            turn = call["turn"] + place
+        for index, (operation, text) in enumerate(call["operations"]):
+            turn = call["turn"] + index
             if not reply or isinstance(reply["text"], str):
                 instance, reply = _guarded(lambda: operate(operation, text, call, turn, instance))  # noqa: B023
-            if place == len(call["operations"]) - 1 and reply["text"] is not None:
+            if index == len(call["operations"]) - 1 and reply["text"] is not None:
                 instances[call["instance"]] = instance
-            emit(place, {"turn": turn, **reply})
+            emit(index, {"turn": turn, **reply})
 
     return answer
 

@@ -80,10 +80,10 @@ class RewardBatch(CallQueue):
             self._values += [[math.nan] * len(names)] * n
             calls = list(rows_of_calls(names[0], samples)) if self._joint else [[row] for row in range(n)]
             self.queue.extend([first + row for row in rows] for rows in calls)
-            asked = {row for rows in calls for row in rows}
-            skipped: list[Verdict | None] = [None if row in asked else "graded" for row in range(n)]
+            called_rows = {row for rows in calls for row in rows}
+            skipped: list[Verdict | None] = [None if row in called_rows else "graded" for row in range(n)]
             self._verdicts += skipped
-            self.open += len(asked)
+            self.open += len(called_rows)
         self._submitted.append((slices, future))
         count = n * len(self._parts)
         self._chunk = max(1, min(CHUNK, len(self.queue) // (4 * self._workers)))
@@ -120,7 +120,7 @@ class RewardBatch(CallQueue):
         match reply:
             case {"values": [*scores], "verdict": str(name), "extracted": extracted, "note": str(note)}:
                 numbers = len(scores) == len(self._values[item]) and all(isinstance(score, float) for score in scores)
-                verdict: Verdict | None = next((known for known in VERDICTS if known == name), None)
+                verdict: Verdict | None = next((option for option in VERDICTS if option == name), None)
                 if numbers and len(reply) == 4 and verdict and isinstance(extracted, str | None):
                     self._values[item], self._verdicts[item] = scores, verdict
                     self._answers[item], self._notes[item] = extracted, note

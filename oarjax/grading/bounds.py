@@ -102,8 +102,8 @@ class _Reader:
     """Estimate the decimal logarithm of the largest number in a text, infinite beyond a bound, and the terms."""
 
     def __init__(self, text: str):
-        found = [(str(match.lastgroup), match[match.lastgroup or 0]) for match in _TOKEN.finditer(text)]
-        self._tokens = [token for token in found if not token[1].isspace() and token[1] not in _LAYOUT]
+        tokens = [(str(match.lastgroup), match[match.lastgroup or 0]) for match in _TOKEN.finditer(text)]
+        self._tokens = [token for token in tokens if not token[1].isspace() and token[1] not in _LAYOUT]
         self._at = 0
         self.powers = sum(kind == "power" for kind, _ in self._tokens)
         self.terms = 1.0
@@ -185,7 +185,7 @@ def _power(base: float, exponent: float) -> float:
 
 def _expanded(base: list[tuple[str, str]], exponent: float) -> float:
     """Count the terms of a power of a sum that is no number: those of its sums, by its exponent."""
-    signs = sum(kind == "sign" and before != "open" for (before, _), (kind, _) in itertools.pairwise(base))
+    signs = sum(kind == "sign" and previous != "open" for (previous, _), (kind, _) in itertools.pairwise(base))
     if signs and any(kind == "name" for kind, _ in base):
         power = round(10 ** min(exponent, 4))
         return float(math.comb(power + signs, signs)) if signs <= 20 else math.inf

@@ -48,8 +48,8 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
         return float(_passes(program, cases, seconds=seconds, memory_mb=memory_mb))
     end = time.monotonic() + seconds
     for case in cases:
-        left = end - time.monotonic()
-        if left <= 0 or not _prints(program, case, seconds=left, memory_mb=memory_mb):
+        seconds_left = end - time.monotonic()
+        if seconds_left <= 0 or not _prints(program, case, seconds=seconds_left, memory_mb=memory_mb):
             return 0.0
     return 1.0
 
@@ -76,20 +76,20 @@ def _passes(program: str, tests: str, **limits: Any) -> bool:
     Raises:
         Unparseable: the tests pass something other than plain data to the program.
     """
-    done, source, stop = secrets.token_hex(16), CROSSING.read_text(encoding="utf-8"), threading.Event()
+    mark, source, stop = secrets.token_hex(16), CROSSING.read_text(encoding="utf-8"), threading.Event()
     (calls, call), (replies, reply) = os.pipe(), os.pipe()
-    served = f"{source}\nserve({program!r}, {calls}, {reply})"
-    checked = f"{source}\ncheck({tests!r}, {replies}, {call}, {done!r})"
+    server_source = f"{source}\nserve({program!r}, {calls}, {reply})"
+    checked = f"{source}\ncheck({tests!r}, {replies}, {call}, {mark!r})"
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(run_program, served, fds=(calls, reply), stop=stop, **limits)
+        server = pool.submit(run_program, server_source, fds=(calls, reply), stop=stop, **limits)
         try:
             result = run_program(checked, fds=(replies, call), **limits)
         finally:
             stop.set()
-        other.result()  # its errors are this machine's
+        server.result()  # its errors are this machine's
     if result.code == REFUSED and not result.stopped:
         raise Unparseable("reference", f"the tests, which pass {result.errors.strip()[-150:]}")
-    return result.passed and result.output.endswith(f"{done}\n")
+    return result.passed and result.output.endswith(f"{mark}\n")
 
 
 def _cases(column: Any) -> str | list[dict[str, str]] | None:

@@ -155,19 +155,19 @@ def remote(name, replies, calls):
     def call(*arguments, **keywords):
         try:
             sent = [encode(a) for a in arguments]
-            named = {key: encode(value) for key, value in keywords.items()}
+            by_keyword = {key: encode(value) for key, value in keywords.items()}
         except NotPlain as error:
             print(f"{name}: {error}", file=sys.stderr)
             sys.stderr.flush()
             os._exit(REFUSED)
-        send(calls, {"name": name, "arguments": sent, "keywords": named})
+        send(calls, {"name": name, "arguments": sent, "keywords": by_keyword})
         reply = receive(replies)
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), RuntimeError)
             usable = isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNRAISED
             raise (kind if usable else RuntimeError)(str(reply["message"]))
-        for mine, theirs in zip(arguments, reply["arguments"], strict=True):
-            update(mine, theirs)
+        for argument, content in zip(arguments, reply["arguments"], strict=True):
+            update(argument, content)
         return decode(reply["value"])
 
     return call
@@ -176,8 +176,8 @@ def remote(name, replies, calls):
 def update(mine, theirs):
     """Give a list, dict or set the content that it has in the program."""
     if type(mine) in (list, dict, set):
-        changed = decode(theirs)
-        if type(changed) is not type(mine):
+        content = decode(theirs)
+        if type(content) is not type(mine):
             raise TypeError("an argument came back as another type")
         mine.clear()
-        (mine.extend if isinstance(mine, list) else mine.update)(changed)
+        (mine.extend if isinstance(mine, list) else mine.update)(content)

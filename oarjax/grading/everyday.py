@@ -126,8 +126,8 @@ def without_unit(answer: str) -> str | None:
 
     Words that state the number, a currency in front of it, and a name with an equals sign are removed too.
     """
-    whole = TEXT.fullmatch(answer) or re.fullmatch(r"\(([^(),;]+)\)", answer)
-    text = _without_statement((answer if whole is None else whole[1]).strip().rstrip(",; "))
+    match = TEXT.fullmatch(answer) or re.fullmatch(r"\(([^(),;]+)\)", answer)
+    text = _without_statement((answer if match is None else match[1]).strip().rstrip(",; "))
     text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), _RATIO.sub(r"\1/\2", text))
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     currency = _CURRENCY.match(text)

@@ -82,8 +82,8 @@ class Grader:
         self._rewards, self._style, self._pattern = tuple(rewards), style, pattern
         self._local = {name: _local[name] for name in names if name in _local}
         self._limits = AsyncLimits(call_deadline, concurrency)
-        together = [name for name in names if name not in _local and is_joint(name)]
-        per_sample = tuple(name for name in names if name not in _local and name not in together)
+        joint_names = [name for name in names if name not in _local and is_joint(name)]
+        per_sample = tuple(name for name in names if name not in _local and name not in joint_names)
 
         files = [os.path.abspath(os.path.expanduser(p)) if p.endswith(".py") else p for p in plugins]
 
@@ -114,9 +114,9 @@ class Grader:
         if per_sample:
             limits = {"count": worker_count(workers), "seconds": deadline, "resident_mb": memory_mb}
             self.pools.append(pool(per_sample, joint=False, **limits))
-        if together:
+        if joint_names:
             limits = {"count": 1, "seconds": call_deadline, "resident_mb": 4 * memory_mb}
-            self.pools.append(pool(*((name,) for name in together), joint=True, **limits))
+            self.pools.append(pool(*((name,) for name in joint_names), joint=True, **limits))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._closed = False
 
@@ -157,16 +157,16 @@ class Grader:
 
     def _grade_here(self, samples: Sequence[Sample]) -> list[RewardScores]:
         """Call the callables of this process; one that hangs cannot be stopped."""
-        read = [with_answer(sample, self._style, self._pattern) for sample in samples]
-        ready = [sample for sample, _ in read]
+        readings = [with_answer(sample, self._style, self._pattern) for sample in samples]
+        ready = [sample for sample, _ in readings]
         parts = []
         for name, function in self._local.items():
             lost: Graded = (np.nan, "crash", "no verdict")
-            outcomes = [failure or (lost if sample.asks(name) else SKIPPED) for sample, failure in read]
+            outcomes = [failure or (lost if sample.asks(name) else SKIPPED) for sample, failure in readings]
             for rows in rows_of_calls(name, ready):
 
                 def emit(place: int, outcome: Graded, rows: list[int] = rows, into: list[Graded] = outcomes) -> None:
-                    if read[rows[place]][1] is None:
+                    if readings[rows[place]][1] is None:
                         into[rows[place]] = outcome
 
                 make_call(function, calls_of(name), [ready[row] for row in rows], self._limits, emit)
@@ -186,14 +186,14 @@ def joined(
     """
     columns = {name: part.values[:, column] for part in parts for column, name in enumerate(part.names)}
     weights = np.array([weight for _, weight in rewards], np.float32)
-    used = weights != 0
+    nonzero = weights != 0
     values = np.stack([columns[name] for name, _ in rewards], 1)
-    counted = np.where(np.asarray(asked, bool).reshape(values.shape), values, np.float32(0))
+    masked = np.where(np.asarray(asked, bool).reshape(values.shape), values, np.float32(0))
     return Grades(
-        rewards=counted[:, used] @ weights[used],
+        rewards=masked[:, nonzero] @ weights[nonzero],
         per_reward={name: columns[name] for name, _ in rewards},
         verdicts=[min(verdicts, key=WORST.index) for verdicts in zip(*(part.verdicts for part in parts))],
-        answers=[next((a for a in found if a is not None), None) for found in zip(*(part.answers for part in parts))],
+        answers=[next((a for a in texts if a is not None), None) for texts in zip(*(part.answers for part in parts))],
         notes=[
             "; ".join(part.label + note for part, note in zip(parts, notes) if note)
             for notes in zip(*(part.notes for part in parts))
@@ -245,9 +245,9 @@ def reads_answers(names: Sequence[str]) -> bool:
     """
     functions = [inspect.unwrap(function) for function in find_rewards(names)]
     code = [getattr(f, "__code__", getattr(type(f).__call__, "__code__", None)) for f in functions]
-    for each in code:  # grows by the functions within
-        code += [constant for constant in getattr(each, "co_consts", ()) if isinstance(constant, CodeType)]
-    return any("extracted" in getattr(each, "co_names", ()) for each in code)
+    for part in code:  # grows by the functions within
+        code += [constant for constant in getattr(part, "co_consts", ()) if isinstance(constant, CodeType)]
+    return any("extracted" in getattr(part, "co_names", ()) for part in code)
 
 
 def _instructions(code: CodeType) -> str:

@@ -162,8 +162,8 @@ class HttpJudge:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise InvalidScore(f"the judge's reply cannot be read: {what}") from None
         if isinstance(score, bool) or not isinstance(score, int | float) or not _is_finite(score):
-            shown = "too large" if isinstance(score, int) and abs(score) > 1 else repr(str(score)[:50])
-            raise InvalidScore(f"the judge's score is {shown}; expected a number")
+            description = "too large" if isinstance(score, int) and abs(score) > 1 else repr(str(score)[:50])
+            raise InvalidScore(f"the judge's score is {description}; expected a number")
         if not self._low <= score <= self._high:
             raise InvalidScore(f"the judge's score is {float(score):g}; expected {self._low} to {self._high}")
         return float(score)

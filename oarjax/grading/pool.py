@@ -285,14 +285,14 @@ class Pool:
         if use is not None and use.state == "Z":  # a descendant holds its end of the link open
             self._replace_lost(worker, batch)
             return
-        begun, cpu = worker.cpu is not None, 0.0 if use is None else use.cpu
+        was_measured, cpu = worker.cpu is not None, 0.0 if use is None else use.cpu
         if worker.cpu is not None:
             worker.spent += clock_seconds(elapsed, worker.cpu, use)
         worker.cpu = cpu
         kind = self._kind
         if worker.state == "starting" and worker.spent > START_LIMIT:
             self._replace_lost(worker, batch)
-        elif worker.state == "busy" and begun:
+        elif worker.state == "busy" and was_measured:
             if worker.spent > kind.deadline + kind.grace:
                 lost = self._take_current(worker)
                 self._dismiss(worker, batch)
@@ -317,8 +317,8 @@ class Pool:
 
 
 def _start(kind: WorkerKind) -> Worker:
-    ours, theirs = socket.socketpair()
-    fd = theirs.fileno()
+    parent_end, child_end = socket.socketpair()
+    fd = child_end.fileno()
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {kind.module} import main; main({fd})"],
         pass_fds=(fd,),
@@ -331,8 +331,8 @@ def _start(kind: WorkerKind) -> Worker:
             "JAX_PLATFORMS": "cpu",  # code that imports jax must not take the accelerator
         },
     )
-    theirs.close()
-    worker = Worker(process, Link(ours))
+    child_end.close()
+    worker = Worker(process, Link(parent_end))
     with suppress(OSError):  # it has ended already, which is noticed when its messages are read
         worker.link.send(dict(kind.setup))
     return worker

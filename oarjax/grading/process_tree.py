@@ -60,13 +60,13 @@ def tree(pid: int) -> list[int]:
 
 def end_tree(pid: int) -> None:
     """Kill a process that is not reaped yet, its group and its descendants, even if they keep forking."""
-    seen: set[int] = set()
-    while new := set(tree(pid)) - seen:
-        for member in new:  # a stopped process cannot fork
+    members: set[int] = set()
+    while new_members := set(tree(pid)) - members:
+        for member in new_members:  # a stopped process cannot fork
             _send(os.kill, member, signal.SIGSTOP)
-        seen |= new
+        members |= new_members
     _send(os.killpg, pid, signal.SIGKILL)
-    for member in seen:
+    for member in members:
         _send(os.kill, member, signal.SIGKILL)
 
 

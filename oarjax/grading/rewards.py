@@ -128,9 +128,9 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Registered], Register
 
     def register(function: Registered) -> Registered:
         source = _place(function)
-        other = _places.get(name) if name in _registry else None
-        if other is not None and other != source:
-            raise ValueError(f"reward {name!r} is registered twice: in {other} and {source}; rename one")
+        earlier = _places.get(name) if name in _registry else None
+        if earlier is not None and earlier != source:
+            raise ValueError(f"reward {name!r} is registered twice: in {earlier} and {source}; rename one")
         _registry[name], _places[name] = function, source
         _per.pop(name, None)
         if per != "sample":
@@ -255,10 +255,10 @@ def _with_settings(name: str, settings: dict[str, Any]) -> Reward:
     if not settings:
         return function
     keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    wrong = sorted(settings.keys() - set(keywords))
-    if wrong:
+    unknown = sorted(settings.keys() - set(keywords))
+    if unknown:
         takes = f"its settings are {', '.join(keywords)}" if keywords else "it has none (keyword-only arguments)"
-        raise ValueError(f"grading.rewards: {name} has no setting {', '.join(wrong)}; {takes}")
+        raise ValueError(f"grading.rewards: {name} has no setting {', '.join(unknown)}; {takes}")
     return functools.partial(function, **settings)
 
 

@@ -89,7 +89,7 @@ def main() -> None:
 def limit(job) -> None:
     """Set hard limits, which cannot be raised again. Without children they hold for the whole tree."""
     seconds, memory, size = int(job["seconds"]) + 1, job["memory_mb"] * 2**20, job["file_mb"] * 2**20
-    for kind, most in (
+    for kind, bound in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_DATA, memory),
@@ -100,8 +100,8 @@ def limit(job) -> None:
         (resource.RLIMIT_STACK, 2**26),
     ):
         _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (bound, bound))
 
 
 def call(number: int, *arguments) -> int:
@@ -114,8 +114,8 @@ def call(number: int, *arguments) -> int:
 
 
 def prctl(option: int, *arguments) -> None:
-    padded = [ctypes.c_ulong(a) for a in (*arguments, *[0] * (4 - len(arguments)))]
-    if ctypes.CDLL(None, use_errno=True).prctl(option, *padded) != 0:
+    values = [ctypes.c_ulong(a) for a in (*arguments, *[0] * (4 - len(arguments)))]
+    if ctypes.CDLL(None, use_errno=True).prctl(option, *values) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -142,9 +142,9 @@ def mount_scratch(folder: str, size_mb: int) -> bool:
 
 def drop_capabilities() -> None:
     """Give up all capabilities but those to read files."""
-    held = ctypes.create_string_buffer(24)
-    call(CAPGET, CAPABILITIES, held)
-    effective, permitted, *_ = struct.unpack("6I", held.raw)
+    buffer = ctypes.create_string_buffer(24)
+    call(CAPGET, CAPABILITIES, buffer)
+    effective, permitted, *_ = struct.unpack("6I", buffer.raw)
     call(CAPSET, CAPABILITIES, struct.pack("6I", effective & READING, permitted & READING, 0, 0, 0, 0))
 
 

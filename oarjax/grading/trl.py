@@ -40,9 +40,9 @@ def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ValueError: the function needs an argument that only TRL's trainer has.
     """
-    parameters, needed = inspect.signature(function).parameters, needs_of_trainer(function)
-    if needed:
-        raise ValueError(f"reward {function.__name__!r}: {', '.join(needed)} is not available here; give it a default")
+    parameters, absent = inspect.signature(function).parameters, needs_of_trainer(function)
+    if absent:
+        raise ValueError(f"reward {function.__name__!r}: {', '.join(absent)} is not available here; give it a default")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     takes_environments = "environments" in parameters
 
@@ -67,10 +67,10 @@ def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
         """Return one value per sample, None for those that the function has not seen."""
         if not takes_environments:
             return values
-        left, few = iter(values := list(values)), seen(samples)
+        remaining, few = iter(values := list(values)), seen(samples)
         if len(values) != len(few):
             raise ValueError(f"{len(values)} values for {len(few)} samples; return one per sample")
-        return [None if s.environment is None else next(left) for s in samples]
+        return [None if s.environment is None else next(remaining) for s in samples]
 
     if inspect.iscoroutinefunction(function):
 

@@ -72,8 +72,8 @@ def _prepare(setup: dict[str, Any]) -> Answer:
         if setup["joint"]:
             _grade_jointly(setup["parts"][call["part"]][0], rewards[0], samples, setup, limits, emit)
         else:
-            for place, sample in enumerate(samples):
-                emit(place, grade_sample(sample, rewards, style=setup["style"], pattern=setup["pattern"]))
+            for index, sample in enumerate(samples):
+                emit(index, grade_sample(sample, rewards, style=setup["style"], pattern=setup["pattern"]))
 
     return answer
 
@@ -110,13 +110,13 @@ def with_answer(sample: Sample, style: Any, pattern: str | None) -> tuple[Sample
 def _grade_jointly(
     name: str, function: Reward, samples: Sequence[Sample], setup: dict[str, Any], limits: AsyncLimits, emit: Any
 ) -> None:
-    read, failures = zip(*(with_answer(sample, setup["style"], setup["pattern"]) for sample in samples))
+    ready, failures = zip(*(with_answer(sample, setup["style"], setup["pattern"]) for sample in samples))
 
     def emit_reply(place: int, outcome: Graded) -> None:
         value, verdict, note = failures[place] or outcome
-        emit(place, _reply([value], read[place], verdict, note))
+        emit(place, _reply([value], ready[place], verdict, note))
 
-    make_call(function, calls_of(name), read, limits, emit_reply)
+    make_call(function, calls_of(name), ready, limits, emit_reply)
 
 
 def _reply(values: list[float], sample: Sample, verdict: Verdict, note: str) -> dict[str, Any]:
@@ -130,24 +130,24 @@ def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Asy
     """
     waits = is_async(function) or is_async(getattr(function, "func", None))  # with settings bound
     if per == "sample" and not waits:
-        for place, sample in enumerate(samples):
-            emit(place, graded(lambda sample=sample: function(sample), function))
+        for index, sample in enumerate(samples):
+            emit(index, graded(lambda sample=sample: function(sample), function))
     elif per == "sample":
         asyncio.run(_in_flight(function, samples, limits, emit))
     else:
-        whole = list(samples)
+        batch = list(samples)
         try:
-            values = asyncio.run(_before(function(whole), limits.deadline)) if waits else function(whole)
+            values = asyncio.run(_before(function(batch), limits.deadline)) if waits else function(batch)
             values = list(values)
         except (Exception, SystemExit) as error:
-            outcomes: list[Graded] = [_failure(error, function)] * len(whole)
+            outcomes: list[Graded] = [_failure(error, function)] * len(batch)
         else:
             outcomes = [graded(lambda value=value: value, function) for value in values]
-            if len(values) != len(whole):
-                count = f"returned {len(values)} values for {len(whole)} samples; return one per sample"
-                outcomes = [(math.nan, "crash", f"{_subject(function)}{count}")] * len(whole)
-        for place, outcome in enumerate(outcomes):
-            emit(place, outcome)
+            if len(values) != len(batch):
+                count = f"returned {len(values)} values for {len(batch)} samples; return one per sample"
+                outcomes = [(math.nan, "crash", f"{_subject(function)}{count}")] * len(batch)
+        for index, outcome in enumerate(outcomes):
+            emit(index, outcome)
 
 
 async def _in_flight(function: Reward, samples: Sequence[Sample], limits: AsyncLimits, emit: Emit) -> None:
@@ -162,7 +162,7 @@ async def _in_flight(function: Reward, samples: Sequence[Sample], limits: AsyncL
             else:
                 emit(place, graded(lambda: value, function))
 
-    await asyncio.gather(*(ask(place, sample) for place, sample in enumerate(samples)))
+    await asyncio.gather(*(ask(index, sample) for index, sample in enumerate(samples)))
 
 
 async def _before(waiting: Any, deadline: float) -> Any:
@@ -174,10 +174,10 @@ async def _before(waiting: Any, deadline: float) -> Any:
     task, spent = asyncio.ensure_future(waiting), 0.0
     try:
         while spent < deadline:
-            began = monotonic()
+            start = monotonic()
             if (await asyncio.wait({task}, timeout=min(TICK, deadline - spent)))[0]:
                 return task.result()
-            spent += min(monotonic() - began, MAX_TICK)
+            spent += min(monotonic() - start, MAX_TICK)
         raise TimeoutError
     finally:
         if not task.done():

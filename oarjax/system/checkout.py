@@ -15,7 +15,7 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(oarjax.__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=60)
-        changed = subprocess.run(
+        status = subprocess.run(
             [*git, "status", "--porcelain", "--untracked-files=no", "--", "."],
             capture_output=True,
             text=True,
@@ -23,4 +23,4 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return head.stdout.strip() + "+" * bool(changed.stdout.strip()) if head.returncode == 0 else None
+    return head.stdout.strip() + "+" * bool(status.stdout.strip()) if head.returncode == 0 else None

@@ -56,7 +56,7 @@ def remove_broken_entries(folder: Path) -> int:
         return 0
     with suppress(OSError, ValueError):
         checked = dict(json.loads((folder / CHECKED).read_text(encoding="utf-8")))
-    whole = {}
+    marks = {}
     with suppress(OSError):
         for entry in folder.glob("*-cache"):
             state = entry.stat()
@@ -70,9 +70,9 @@ def remove_broken_entries(folder: Path) -> int:
                     entry.unlink(missing_ok=True)
                     removed += 1
                     continue
-            whole[entry.name] = mark
-        if whole != checked:
+            marks[entry.name] = mark
+        if marks != checked:
             fresh = folder / f".{CHECKED}-{os.getpid()}"
-            fresh.write_text(json.dumps(whole), encoding="utf-8")
+            fresh.write_text(json.dumps(marks), encoding="utf-8")
             fresh.replace(folder / CHECKED)
     return removed

@@ -66,10 +66,10 @@ def choose_platform(device: str) -> str:
     if device not in ("auto", platform):
         install = 'Install the extra (pip install "oarjax[{}]"), free the device'
         remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(device, "Set JAX_PLATFORMS=cpu")
-        asked = os.environ.get("JAX_PLATFORMS")
+        setting = os.environ.get("JAX_PLATFORMS")
         raise DeviceError(
             f"device: expected {device}, but JAX finds {platform} ({jax.devices()[0].device_kind}). "
-            f"{remedy}, or set device: {platform}{f'; JAX_PLATFORMS={asked} chooses it' if asked else ''}"
+            f"{remedy}, or set device: {platform}{f'; JAX_PLATFORMS={setting} chooses it' if setting else ''}"
         )
     return platform
 
@@ -85,10 +85,10 @@ def only_cpu(root: Path = Path("/")) -> bool:
     a device file where a container hides that, or in variables that TPU machines set.
     """
     plugins = entry_points(group="jax_plugins") or find_spec("jax_plugins")
-    known = {*SET_BY_JAX, "TPU_MIN_LOG_LEVEL"}
-    told = [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU")) and name not in known]
+    harmless = {*SET_BY_JAX, "TPU_MIN_LOG_LEVEL"}
+    settings = [name for name in os.environ if name.startswith(("TPU_", "JAX_FORCE_TPU")) and name not in harmless]
     files = [*root.glob("dev/accel*"), *root.glob("dev/vfio/*")]
-    if find_spec("libtpu") is None or plugins or told or files:
+    if find_spec("libtpu") is None or plugins or settings or files:
         return False
     try:
         vendors = {path.read_text().strip() for path in root.glob("sys/bus/pci/devices/*/vendor")}
@@ -175,8 +175,8 @@ def peak_flops(dtype: Any, *, seconds: float = 0.0) -> tuple[float, str]:
 
 def fastest_run(work: Callable[[], Any], *, seconds: float) -> float:
     """Return the seconds of the fastest of five runs of the work, or of as many as take ``seconds``."""
-    began, times = time.perf_counter(), []
-    while len(times) < 5 or time.perf_counter() - began < seconds:
+    first_start, times = time.perf_counter(), []
+    while len(times) < 5 or time.perf_counter() - first_start < seconds:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

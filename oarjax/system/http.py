@@ -21,8 +21,8 @@ class Reply(NamedTuple):
 def names_host(url: str) -> bool:
     """Return True if a URL names a host, and perhaps a port, that can be looked up."""
     try:
-        place = urlsplit(url)
-        return bool((place.hostname or "").encode("idna")) and place.port != 0
+        parts = urlsplit(url)
+        return bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:  # a port above 65535, a label of more than 63 characters
         return False
 

@@ -42,8 +42,8 @@ class Peers:
             return
         server = socket.create_server(("", 0)) if is_first() else None
         token = secrets.token_bytes(16)
-        mine = None if server is None else [own_address(), server.getsockname()[1], token.hex()]
-        address, port, token_hex = next(each for each in gather(mine) if each is not None)
+        own_endpoint = None if server is None else [own_address(), server.getsockname()[1], token.hex()]
+        address, port, token_hex = next(endpoint for endpoint in gather(own_endpoint) if endpoint is not None)
         try:
             self.connections = (
                 accepted(server, token)
@@ -76,11 +76,11 @@ class Peers:
             while ready.get_map():
                 for key, _ in ready.select():
                     try:
-                        said = self.connections[key.data].recv(len(FAREWELL))
+                        message = self.connections[key.data].recv(len(FAREWELL))
                     except OSError:
-                        said = b""
+                        message = b""
                     ready.unregister(key.fileobj)
-                    if not said and not self._left:
+                    if not message and not self._left:
                         self._lost(key.data)
 
     def _lost(self, number: int) -> None:
@@ -89,8 +89,8 @@ class Peers:
             connection.close()  # the others notice now
         if number:  # without the first one, which coordinates all, JAX would end this process by a signal
             time.sleep(GRACE)
-        code, said = lost_message(self.resumable, f"the connection with process {number} closed")
-        print(f"error: {said}", file=sys.stderr, flush=True)
+        code, message = lost_message(self.resumable, f"the connection with process {number} closed")
+        print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(code)
 
 
@@ -114,11 +114,11 @@ def leave_others(code: int, *, agreed: bool) -> None:
 @contextmanager
 def resumes(resumable: Callable[[], bool]) -> Iterator[None]:
     """Let ``resumable`` say, while this lasts, whether the run can go on after the loss of a process."""
-    before, PEERS.resumable = PEERS.resumable, resumable
+    outer, PEERS.resumable = PEERS.resumable, resumable
     try:
         yield
     finally:
-        PEERS.resumable = before
+        PEERS.resumable = outer
 
 
 def own_address() -> str:
@@ -144,13 +144,13 @@ def accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:
         connection, _ = server.accept()
         connection.settimeout(5)
         try:
-            said = connection.recv(len(token) + 4, socket.MSG_WAITALL)
+            greeting = connection.recv(len(token) + 4, socket.MSG_WAITALL)
         except OSError:
-            said = b""
-        if not secrets.compare_digest(said[: len(token)], token):
+            greeting = b""
+        if not secrets.compare_digest(greeting[: len(token)], token):
             connection.close()
             continue
-        connections[int.from_bytes(said[len(token) :], "big")] = kept_alive(connection)
+        connections[int.from_bytes(greeting[len(token) :], "big")] = kept_alive(connection)
     return connections
 
 

@@ -45,7 +45,7 @@ def plugin_file(plugin: str) -> Path | None:
     if plugin.endswith(".py"):
         path = Path(plugin).expanduser().resolve()
         return path if path.is_file() else None
-    top, *rest = plugin.split(".")
+    top, *parts = plugin.split(".")
     try:
         spec = importlib.util.find_spec(top)  # imports nothing for a top-level name
     except (ImportError, ValueError):
@@ -53,7 +53,7 @@ def plugin_file(plugin: str) -> Path | None:
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return None
     path = Path(spec.origin)
-    for part in rest:
+    for part in parts:
         folder = path.parent
         path = next((p for p in (folder / part / "__init__.py", folder / f"{part}.py") if p.is_file()), Path())
         if not path.name:

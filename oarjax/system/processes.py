@@ -121,9 +121,9 @@ def gather(mine: Any) -> list[Any]:
     text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
     room = 1 << int(sizes.max() - 1).bit_length()  # a power of two, so that few shapes are compiled
-    padded = np.zeros(room, np.uint8)
-    padded[: len(text)] = text
-    return [json.loads(row[:size].tobytes()) for row, size in zip(multihost_utils.process_allgather(padded), sizes)]
+    buffer = np.zeros(room, np.uint8)
+    buffer[: len(text)] = text
+    return [json.loads(row[:size].tobytes()) for row, size in zip(multihost_utils.process_allgather(buffer), sizes)]
 
 
 def wait_for_all(name: str) -> None:
@@ -196,8 +196,8 @@ def lost_message(resumable: Callable[[], bool], cause: str) -> tuple[int, str]:
     """Return an exit code, 75 if the same commands resume the run, and a sentence on the loss of another process."""
     saved = resumable()
     remedy = "the same command on every host resumes the run" if saved else "no checkpoint is there: start again"
-    said = f"distributed: another process of the run ended or cannot be reached ({cause}); see its log; {remedy}"
-    return (75 if saved else 1), said
+    message = f"distributed: another process of the run ended or cannot be reached ({cause}); see its log; {remedy}"
+    return (75 if saved else 1), message
 
 
 def share(rows: int) -> Int[np.ndarray, "r"]:
@@ -236,7 +236,7 @@ def values_here(tree: Any, rows: Int[np.ndarray, "r"]) -> tuple[Int[np.ndarray, 
 
     def fetched(x: jax.Array) -> np.ndarray:
         data = [np.asarray(x.addressable_shards[i].data) for i in where]
-        return np.concatenate([block[mine - starts[i]] for block, mine, i in zip(data, among, where)])
+        return np.concatenate([block[local_rows - starts[i]] for block, local_rows, i in zip(data, among, where)])
 
     return np.concatenate(among), jax.tree.map(fetched, tree)
 

@@ -24,15 +24,15 @@ def compact_order(devices: Sequence[Any]) -> list[Any] | None:
         if not hasattr(device, "coords"):
             return None
         chips.setdefault(tuple(device.coords), []).append(device)
-    corner = [min(place[i] for place in chips) for i in range(3)]
-    sides = [max(place[i] for place in chips) - corner[i] + 1 for i in range(3)]
+    corner = [min(coords[i] for coords in chips) for i in range(3)]
+    sides = [max(coords[i] for coords in chips) - corner[i] + 1 for i in range(3)]
     if len(chips) != sides[0] * sides[1] * sides[2]:
         return None
     path = flat_path(sides[0], sides[1]) if sides[2] == 1 else column_path(*sides)
     if path is None:
         return None
-    places = [tuple(c + x for c, x in zip(corner, (*place, 0)[:3])) for place in path]
-    return [d for place in places for d in sorted(chips[place], key=lambda d: getattr(d, "core_on_chip", 0))]
+    places = [tuple(c + x for c, x in zip(corner, (*coords, 0)[:3])) for coords in path]
+    return [d for coords in places for d in sorted(chips[coords], key=lambda d: getattr(d, "core_on_chip", 0))]
 
 
 def flat_path(width: int, height: int) -> list[Place] | None:

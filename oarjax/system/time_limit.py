@@ -24,10 +24,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     def expire(number: int, frame: FrameType | None) -> NoReturn:
         raise TooLong(f"it ran longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, expire)
+    outer_handler = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, outer_handler)
