@@ -38,10 +38,10 @@ def _changed(credit: CreditSettings, changes: str) -> CreditSettings:
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    both = {
+    merged = {
         k: _merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()
     }
-    return old | both
+    return old | merged
 
 
 def explain(error: Any, root: type[Any]) -> str:
@@ -53,8 +53,8 @@ def explain(error: Any, root: type[Any]) -> str:
         near = difflib.get_close_matches(str(error["loc"][-1]), accepted, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if not is_dataclass(section):  # as those of credit are, where a paper's beta is no trainer's
-            ours = NAMES.get(str(error["loc"][-1]))
-            hint = hint if ours is None else f" (here it is {ours})"
+            own_name = NAMES.get(str(error["loc"][-1]))
+            hint = hint if own_name is None else f" (here it is {own_name})"
         if ":" in str(error["loc"][-1]):
             hint = " (in YAML a space must follow the colon)"
         return f"  {path}: no such field{hint}; accepted: {', '.join(accepted)}"
@@ -66,9 +66,9 @@ def explain(error: Any, root: type[Any]) -> str:
     if error["type"] == "tuple_type":
         return f"  {path}: expected a list, such as [{error['input']!s:.100}], {got}"
     if error["type"] in ("model_type", "dataclass_type"):
-        first, *others = fields_of(_section_at(error["loc"], root))
-        more = f" ({', '.join(others)} may follow)" if others else ""
-        return f"  {path}: expected fields, such as {{{first}: {error['input']!s:.100}}}{more}, {got}"
+        first, *names = fields_of(_section_at(error["loc"], root))
+        rest_note = f" ({', '.join(names)} may follow)" if names else ""
+        return f"  {path}: expected fields, such as {{{first}: {error['input']!s:.100}}}{rest_note}, {got}"
     return f"  {path}: {error['msg']}, {got}"
 
 
@@ -83,8 +83,8 @@ def explained(error: ValidationError, root: type[Any], *, source: str) -> Config
     """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
     errors = error.errors()
     parents = {e["loc"][:-1] for e in errors}  # a list whose items are all bad is not too short as well
-    kept = [e for e in errors if e["type"] != "too_short" or e["loc"] not in parents]
-    lines = [line for e in kept for line in explain(e, root).splitlines()]
-    rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
+    relevant = [e for e in errors if e["type"] != "too_short" or e["loc"] not in parents]
+    lines = [line for e in relevant for line in explain(e, root).splitlines()]
+    more_line = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
     count = "1 bad field" if len(lines) == 1 else f"{len(lines)} bad fields"
-    return ConfigError(f"{source}: {count}\n" + "\n".join(lines[:20] + rest))
+    return ConfigError(f"{source}: {count}\n" + "\n".join(lines[:20] + more_line))

@@ -59,11 +59,11 @@ PATHS += ("loss.teacher", "optim.function", "sft.optim.function", "rollout.from"
 def check_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     """Report texts that cannot be paths, and home folders of unknown users, in a config given as nested mappings."""
     for name, value in flatten(tree).items():
-        each = value if isinstance(value, list) else [value]
-        yield from check_paths({name: {str(n): part for n, part in enumerate(each) if isinstance(part, Mapping)}})
-        for text in each:
-            known = re.sub(r"mixture\.\d+", "train", name) in PATHS
-            if known and isinstance(text, str) and (problem := path_problem(text)) is not None:
+        texts = value if isinstance(value, list) else [value]
+        yield from check_paths({name: {str(n): part for n, part in enumerate(texts) if isinstance(part, Mapping)}})
+        for text in texts:
+            is_path = re.sub(r"mixture\.\d+", "train", name) in PATHS
+            if is_path and isinstance(text, str) and (problem := path_problem(text)) is not None:
                 yield f"{name}: {problem}"
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             yield f"{name}: {value} names the home folder of a user unknown to this machine; write out the path"
@@ -158,11 +158,11 @@ def check_episodes(rollout: RolloutConfig, evaluation: EvalConfig) -> Iterator[s
         "eval.batch x eval.samples": evaluation.batch * evaluation.samples,
         "rollout.prompts x rollout.group_size": rollout.prompts * rollout.group_size,
     }
-    most = max(sizes, key=sizes.__getitem__)
-    if rollout.environment is not None and rollout.environment.taskset is not None and sizes[most] > MOST_DRIVEN:
+    name = max(sizes, key=sizes.__getitem__)
+    if rollout.environment is not None and rollout.environment.taskset is not None and sizes[name] > MOST_DRIVEN:
         yield (
             f"rollout.environment: expected at most {MOST_DRIVEN:,} episodes of {rollout.environment.name} at once, "
-            f"got {most} = {sizes[most]:,}; lower one of them"
+            f"got {name} = {sizes[name]:,}; lower one of them"
         )
 
 
@@ -170,9 +170,9 @@ def check_environment(
     rollout: RolloutConfig, data: DataConfig, grading: GradingConfig, credit: CreditSettings, advantage: AdvantageConfig
 ) -> Iterator[str]:
     """Report what an episode's rows cannot have, and the reward of an environment that is not there."""
-    named = any(reward.name == "environment" for reward in grading.rewards)
+    is_rewarded = any(reward.name == "environment" for reward in grading.rewards)
     if rollout.environment is None:
-        if named:
+        if is_rewarded:
             yield "grading.rewards: environment needs rollout.environment; set it, or name another reward"
         if credit.masking.unit == "turn":
             yield "credit.masking.unit: turn needs rollout.environment; set it, or another unit"
@@ -197,19 +197,19 @@ def check_advantages(
         yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
     if a.method == "rloo" and a.scale == "group":
         yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
-    whole = a.method in ("batch", "problem")
-    if whole and a.scale == "group" and a.function is None:
+    over_batch = a.method in ("batch", "problem")
+    if over_batch and a.scale == "group" and a.function is None:
         yield f"advantage.scale: group, and {a.method} looks at no group; set batch or none"
     if a.scale == "problem" and a.method != "problem":
         yield f"advantage.scale: problem, and {a.method} keeps no earlier rewards; set method=problem, or another scale"
-    if a.leave_one_out and not whole:
+    if a.leave_one_out and not over_batch:
         yield f"advantage.leave_one_out: read for methods batch and problem, got {a.method}; set false, or method=batch"
     if a.discount != 1 and a.method != "problem" and not pools:
         yield (
             f"advantage.discount: read for method problem and data.difficulty only, got {a.method}; set 1, or "
             "method=problem"
         )
-    if group_size == 1 and a.function is None and not whole:
+    if group_size == 1 and a.function is None and not over_batch:
         yield (
             f"rollout.group_size: {a.method} needs at least 2 completions per prompt, got 1; raise it, or set "
             "advantage.method=batch"
@@ -267,8 +267,8 @@ def check_reference(
     loss: LossConfig, lora: LoraConfig, credit: CreditSettings, evaluation: EvalConfig, rollout: RolloutConfig
 ) -> Iterator[str]:
     """Report a place for a reference policy that nothing needs, and settings of adapters without a rank."""
-    held = loss.scores_reference or reads_reference(credit.method) or evaluation.kl == "on"
-    if loss.reference == "host" and not held:
+    is_needed = loss.scores_reference or reads_reference(credit.method) or evaluation.kl == "on"
+    if loss.reference == "host" and not is_needed:
         why = "loss.kl_beta is 0; set device, or raise loss.kl_beta"
         why = why if loss.teacher is None else "loss.teacher holds none in memory; set device"
         yield f"loss.reference: host needs a reference, but {why}"

@@ -15,8 +15,8 @@ def shipped_configs() -> dict[str, Path]:
     package = Path(str(files("oarjax")))
     folder, project = package / "configs", package.parent / "pyproject.toml"
     if not folder.is_dir() and project.is_file():
-        named = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name")
-        folder = package.parent / "configs" if named == "oarjax" else folder
+        name = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name")
+        folder = package.parent / "configs" if name == "oarjax" else folder
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
@@ -33,11 +33,11 @@ def shipped_config(path: Path) -> Path:
             else "expected a YAML file or the name of a shipped one"
         )
         raise ConfigError(f"config {path}: a folder; {hint}")
-    beside = sorted(map(str, path.parent.glob("*.yaml")))
-    nearest = difflib.get_close_matches(str(path), beside, n=1) or difflib.get_close_matches(name, shipped, n=1)
+    siblings = sorted(map(str, path.parent.glob("*.yaml")))
+    nearest = difflib.get_close_matches(str(path), siblings, n=1) or difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    there = f"files here: {', '.join(beside[:10])}; " if beside else ""
-    raise ConfigError(f"config {path}: no such file; {hint}{there}shipped ones: {', '.join(shipped) or 'none'}")
+    files_here = f"files here: {', '.join(siblings[:10])}; " if siblings else ""
+    raise ConfigError(f"config {path}: no such file; {hint}{files_here}shipped ones: {', '.join(shipped) or 'none'}")
 
 
 def copy_shipped(name: str, target: Path | None = None) -> Path:

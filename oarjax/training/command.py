@@ -74,9 +74,9 @@ def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
         if path is not None and folder in Path(path).expanduser().absolute().parents:
             raise ConfigError(f"{name}: {path} lies in the run that --restart moves aside; set another run_dir=...")
     join_processes(**cfg.distributed.model_dump())
-    moved: list[Path | None] = []
-    only_first(lambda: moved.append(put_aside(folder)))
-    aside = next(iter(moved), None)
+    folders: list[Path | None] = []
+    only_first(lambda: folders.append(put_aside(folder)))
+    aside = next(iter(folders), None)
     if aside is not None:
         console.print(f"the previous run of {folder} is now in {aside}", markup=False)
     try:
@@ -134,8 +134,10 @@ def train_once(
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             evaluates = run.held_out is not None and not exists(folder / "start.json")
             background = stack.enter_context(compiled_ahead(run, evaluates_first=evaluates))
-            params, before = start_policy(run, grader, stop)
-            trained = train(run, grader, prepare(run, params, before, folder, background), folder, stop, on_lines)
+            params, start_evaluation = start_policy(run, grader, stop)
+            trained = train(
+                run, grader, prepare(run, params, start_evaluation, folder, background), folder, stop, on_lines
+            )
             if cfg.export.folder is not None:
                 target = folder / cfg.export.folder
                 check_guards(target)
@@ -150,7 +152,7 @@ def train_once(
                 console.print(f"policy  {target}", markup=False)
         check_guards(folder)
         if run.first:
-            show_results(run, folder, before, trained)
+            show_results(run, folder, start_evaluation, trained)
 
 
 def claim_folder(folder: Path, cfg: Config, console: Console, *, extend: bool = False) -> None:
@@ -207,7 +209,7 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
                 f"{start_file} is not the evaluation that was written ({type(error).__name__}: {error}); put a good "
                 "copy there, or remove it to evaluate the start again"
             ) from None
-    before = evaluate(run, grader, params)
-    only_first(lambda: write_durably(start_file, json.dumps(plain_evaluation(before))))
+    start_evaluation = evaluate(run, grader, params)
+    only_first(lambda: write_durably(start_file, json.dumps(plain_evaluation(start_evaluation))))
     stop.check()
-    return params, before
+    return params, start_evaluation

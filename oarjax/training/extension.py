@@ -23,9 +23,9 @@ def check_longer(folder: Path, iterations: int, *, extend: bool) -> None:
                 "set run_dir=... to the run that is meant"
             )
         return
-    before = saved_config(folder).iterations
-    if iterations > before and exists(folder / "metrics.jsonl") and not finished(folder / "checkpoints"):
+    saved = saved_config(folder).iterations
+    if iterations > saved and exists(folder / "metrics.jsonl") and not finished(folder / "checkpoints"):
         raise ConfigError(
-            f"iterations: expected {before}, at which {folder} ended without a checkpoint, got {iterations}; set "
+            f"iterations: expected {saved}, at which {folder} ended without a checkpoint, got {iterations}; set "
             f"another run_dir=..., or pass --restart to move it aside and train all {iterations}"
         )

@@ -52,15 +52,15 @@ class Health:
         """Look as ``__call__`` does, for a ``kind`` of training: iteration or sft."""
         faults = {name: mean.total for name, mean in record.metrics.items() if name.startswith(NONFINITE)}
         totals = self._run.fetch(faults)
-        wrong = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
-        skipped = record.phase == "update" and bool(wrong)
+        names = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
+        skipped = record.phase == "update" and bool(names)
         if record.phase == "update":
             self._updates += 1
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if not wrong:
+        if not names:
             return
         quantities = self._wrong.setdefault(record.phase, [])
-        quantities += [name for name in wrong if name not in quantities]
+        quantities += [name for name in names if name not in quantities]
         self._step = int(self._run.fetch(record.state.step))
         if not self._wanted(kind, record.iteration, skipped):
             return
@@ -97,10 +97,10 @@ class Health:
 
     def remember(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
         """Resume the count from what the run logged up to an iteration."""
-        before = [record for record in records if record["iteration"] <= until]
-        self._warnings.remember(before)
-        if before:
-            self.skipped_in_a_row = int(before[-1].get("skipped_in_a_row") or 0)
+        earlier = [record for record in records if record["iteration"] <= until]
+        self._warnings.remember(earlier)
+        if earlier:
+            self.skipped_in_a_row = int(earlier[-1].get("skipped_in_a_row") or 0)
 
     def after(self, number: int, kind: str = "iteration") -> UnhealthyRun | None:
         """End an iteration; return the error to stop the run with once its files are written, or None.
@@ -109,16 +109,16 @@ class Health:
         where the sampler's log-probs are not finite: broken params give equal completions, whose groups of equal
         rewards are left out.
         """
-        wrong, updates, self._wrong, self._updates = self._wrong, self._updates, {}, 0
-        if updates == 0 and "sample" in wrong:
+        faults, updates, self._wrong, self._updates = self._wrong, self._updates, {}, 0
+        if updates == 0 and "sample" in faults:
             self.skipped_in_a_row += 1
-        if not wrong or not 0 < self._cfg.stop_after <= self.skipped_in_a_row:
+        if not faults or not 0 < self._cfg.stop_after <= self.skipped_in_a_row:
             return None
         see = f"set health.bad_batches to keep such batches for oarjax replay, and lower {_rate(kind)}"
         if self._path is not None:
             see = f"see where it begins with: oarjax replay {shlex.quote(str(self._path))}"
         return UnhealthyRun(
-            f"{kind} {number}, optimizer step {self._step}, {_listed(wrong)} not finite: nothing could be learned in "
+            f"{kind} {number}, optimizer step {self._step}, {_listed(faults)} not finite: nothing could be learned in "
             f"{self.skipped_in_a_row} updates in a row (health.stop_after={self._cfg.stop_after}), so the run stops, "
             f"with the parameters of step {self._step}; {see}"
         )
@@ -132,16 +132,16 @@ class Health:
 
     def _keep(self, kind: str, record: PhaseRecord) -> Path:
         run, folder, key = self._run, self._folder / FOLDER, record.state.key
-        met = (kind, self._step)
+        step_key = (kind, self._step)
         fits = _megabytes(record.state.params) <= self._cfg.params_mb
-        whole = run.fetch(record.state.params) if fits and met != self._met else None
-        self._met = met  # on every host, so that all fetch alike
+        params = run.fetch(record.state.params) if fits and step_key != self._met else None
+        self._met = step_key  # on every host, so that all fetch alike
         evidence, numbers = run.fetch((record.evidence, jax.random.key_data(key)))
         if not run.first:
             return folder
-        if whole is not None:
+        if params is not None:
             self._params = None  # until it is written
-            self._params = write_params(folder, whole, kind=kind, step=self._step)
+            self._params = write_params(folder, params, kind=kind, step=self._step)
         header = Header(
             kind=kind,
             number=record.iteration,

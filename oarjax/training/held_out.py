@@ -68,9 +68,9 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
         return None
     if not isinstance(tree, dict):
         raise TypeError(f"expected an object, got {type(tree).__name__}")
-    others = {name: number(value) for name, value in tree.get("others", {}).items()}
+    other_metrics = {name: number(value) for name, value in tree.get("others", {}).items()}
     length, truncated = number(tree["length"]), number(tree["truncated"])
-    return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=others)
+    return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=other_metrics)
 
 
 def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
@@ -107,7 +107,7 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
     """
     cfg, environment = run.cfg, run.cfg.rollout.environment
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
-    waiting, sampling = None, run.steps.rollout_params(params)
+    pending, sampling = None, run.steps.rollout_params(params)
     settings = {"batch": cfg.eval.batch, "bucket": run.prompt_step, "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
         if environment is None:
@@ -117,14 +117,14 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
                 prompts = jax.tree.map(itemgetter(slice(real)), prompts)
             batch = Batch(prompts, key, 0, 0, cfg.eval.samples, cfg.rollout.max_new)
             turns = turns_of_problems(run.steps, sampling, partial(run.place, layout="prompts"), run.fetch)
-            drawn = run.episodes(turns, encoded).draw(batch)
-            rollout = rollout_of(batch, requested(batch, drawn), pad_id=run.pad_id)
+            episodes = run.episodes(turns, encoded).draw(batch)
+            rollout = rollout_of(batch, requested(batch, episodes), pad_id=run.pad_id)
         wait = run.submit(grader, encoded.by_index, prompts, rollout)
-        if waiting is not None:
-            yield _leading(*waiting, samples=cfg.eval.samples)
-        waiting = (np.asarray(prompts.problem)[:real], rollout, wait)
-    if waiting is not None:
-        yield _leading(*waiting, samples=cfg.eval.samples)
+        if pending is not None:
+            yield _leading(*pending, samples=cfg.eval.samples)
+        pending = (np.asarray(prompts.problem)[:real], rollout, wait)
+    if pending is not None:
+        yield _leading(*pending, samples=cfg.eval.samples)
 
 
 def measure_drift(

@@ -37,8 +37,8 @@ def show_results(run: Run, folder: Path, before: Evaluation | None, trained: Tra
     facts = best_checkpoint(folder, cfg.checkpoint.best)
     for name in facts.values():
         checkpoint = folder / name
-        written = f"oarjax export {str(checkpoint).split(' (')[0]} FOLDER"
-        console.print(f"best    {checkpoint}; as a policy: {written}", markup=False, soft_wrap=True)
+        command = f"oarjax export {str(checkpoint).split(' (')[0]} FOLDER"
+        console.print(f"best    {checkpoint}; as a policy: {command}", markup=False, soft_wrap=True)
     if not cfg.report.html:
         return
     write_facts(folder, run.facts() | memory_facts(folder) | facts)

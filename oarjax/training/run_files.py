@@ -97,9 +97,9 @@ class RunFiles:
             first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
             self._show_rate(int(state.step), record["config"]["iterations"])
             self._best = max(self._checkpoints.scores().values(), default=-math.inf)
-            if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
+            if self._cfg.best is not None and (metrics := self._checkpoints.other_metrics()):
                 self._say(
-                    f"checkpoint.best changed from {', '.join(others)} to {self._cfg.best}: earlier scores do not "
+                    f"checkpoint.best changed from {', '.join(metrics)} to {self._cfg.best}: earlier scores do not "
                     "count for the best checkpoint"
                 )
             if record["version"] != version("oarjax"):
@@ -201,9 +201,9 @@ class RunFiles:
     def write_groups(self, done: Iteration) -> None:
         """Write the iteration's groups where they are due: some for the report, all of them as Parquet."""
         run, report, iteration = self._run, self._run.cfg.report, self._iteration
-        whole = report.groups > 0 and iteration % report.groups == 0
-        shown = report.completions > 0 and shows_groups(iteration, run.cfg.iterations)
-        if not (run.first and (whole or shown)):
+        writes_groups = report.groups > 0 and iteration % report.groups == 0
+        writes_shown = report.completions > 0 and shows_groups(iteration, run.cfg.iterations)
+        if not (run.first and (writes_groups or writes_shown)):
             return
         problems = [run.train.by_index[int(number)] for number in done.problems]
         table = group_table(
@@ -216,9 +216,9 @@ class RunFiles:
             texts=run.texts(done.rollout),
         )
         with self._failures.handled():
-            if whole:
+            if writes_groups:
                 write_groups(self._folder, iteration, table)
-            if shown:
+            if writes_shown:
                 write_shown(self._folder, iteration, table, count=report.completions)
 
     def save(
@@ -271,11 +271,11 @@ class RunFiles:
 
     def _check_base(self, commit: str | None) -> None:
         """Refuse adapters whose base weights have changed since the run began."""
-        cfg, now = self._run.cfg, commit_of(self._run.source)
-        if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
+        cfg, current = self._run.cfg, commit_of(self._run.source)
+        if cfg.lora.rank and cfg.sft is None and commit != current and None not in (commit, current):
             raise ConfigError(
                 f"policy.path: expected {cfg.policy.path} at commit {commit}, on which this run's adapters were "
-                f"trained, got {now}; set policy.revision={commit}"
+                f"trained, got {current}; set policy.revision={commit}"
             )
 
     def _say(self, text: str) -> None:

@@ -52,14 +52,14 @@ def prepare(
         first = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=first is params)
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0], run.steps.prompt_rows)
-    held = first if compares else None
+    reference = first if compares else None
     if teacher is not None:
-        held = teacher.load(run.cfg.policy, run.mesh)
-        held = to_host_memory(held) if loss.reference == "host" else held
+        reference = teacher.load(run.cfg.policy, run.mesh)
+        reference = to_host_memory(reference) if loss.reference == "host" else reference
     report = partial(report_memory, ProgramShapes(run), folder, run.console) if run.wants_memory else None
     if report is not None and background is None:
         with run.console.status("compiling the largest programs"):
             report()
         report = None
     mover, outside = reference_mover(run.layout), open_outside(run)
-    return Start(state, held, first, mover, before, meter, outside, background, report)
+    return Start(state, reference, first, mover, before, meter, outside, background, report)

@@ -86,7 +86,7 @@ def train(
             top_k=roll.top_k, top_p=roll.top_p, min_p=roll.min_p, repetition_penalty=roll.repetition_penalty
         )
     drifts = cfg.eval.kl != "off" and not cfg.rollout.recorded and (start.first is not None or cfg.lora.rank > 0)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with stop.held(), ExitStack() as stack:
         stack.callback(outside.close)
         files = stack.enter_context(RunFiles(run, folder, warnings))
@@ -106,8 +106,8 @@ def train(
         def source(sampler: Source) -> Source:
             if outside.recorded is not None:
                 return outside.recorded
-            drawn = files.source(outside.drawing or sampler)
-            return run.episodes(drawn, run.train) if lagged is None else lagged.bind(drawn)
+            recorded = files.source(outside.drawing or sampler)
+            return run.episodes(recorded, run.train) if lagged is None else lagged.bind(recorded)
 
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
@@ -161,7 +161,7 @@ def train(
                 history.add(done.drawn.problems, done.drawn.grades.rewards)
             if moves and iteration % moves == 0:
                 state = start.move(state)
-            stopped, drifted = health.after(iteration), dict[str, float]()
+            failure, drifted = health.after(iteration), dict[str, float]()
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
             if cfg.data.eval is not None and _due(iteration, cfg.iterations, every=cfg.eval.every):
@@ -194,13 +194,13 @@ def train(
             files.save(iteration, state, stream.state(), history.state(), last, metrics, now=stopping)
             if stopping:
                 stop.obey()
-            if stopped:
-                raise stopped
+            if failure:
+                raise failure
         if last is None and run.held_out is not None:  # the run was already finished
             last = evaluate(run, grader, all_params(state))
     show_completions(console, cfg.iterations, rows)
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
-    return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
+    return Trained(folder, all_params(state), last, spent or time.perf_counter() - start_time)
 
 
 def history_of(advantage: AdvantageConfig) -> RewardHistory:
@@ -235,7 +235,7 @@ def completion_rows(
     rollout, group = done.rollout, len(texts) // len(done.problems)
     first = slice(0, count * group, group)
     plays = rollout.origin is not None and rollout.origin.rewards is not None
-    written, played = written_turns(rollout), played_turns(rollout, table) if plays else [[]] * len(texts)
+    turn_tokens, played = written_turns(rollout), played_turns(rollout, table) if plays else [[]] * len(texts)
     rows = []
     for b in range(len(texts))[first]:
         problem = problems[int(done.problems[b // group])]
@@ -256,7 +256,10 @@ def completion_rows(
                 weights=[float(w) for w in done.weights[b, positions]],
                 is_reasoning=[bool(x) for x in done.span.reasoning[b, positions]],
                 is_answer=[bool(x) for x in done.span.answer[b, positions]],
-                turns=[ShownTurn(len(own), turn.observed, turn.reward) for own, turn in zip(written[b], played[b])],
+                turns=[
+                    ShownTurn(len(tokens), turn.observed, turn.reward)
+                    for tokens, turn in zip(turn_tokens[b], played[b])
+                ],
             )
         )
     return rows
@@ -274,14 +277,14 @@ def explain_grades(grades: Grades, warnings: OnceWarnings) -> None:
         GraderError: every completion crashed, so that nothing can be learned; quotes the first exception.
     """
     for verdict, what in (("crash", "grading crashed on"), ("ungraded", "rewards gave no number for")):
-        notes = [note for given, note in zip(grades.verdicts, grades.notes) if given == verdict]
+        notes = [note for outcome, note in zip(grades.verdicts, grades.notes) if outcome == verdict]
         if notes and verdict == "crash" and len(notes) == len(grades.verdicts):
             raise GraderError(
                 f"grading crashed on every completion, first with: {notes[0]}; fix the reward and run it again"
             )
         if notes:
-            said = f"{what} {len(notes)} of {len(grades.verdicts)} completions, first with: {notes[0]}"
-            warnings.say(f"grades/{verdict}", said)
+            message = f"{what} {len(notes)} of {len(grades.verdicts)} completions, first with: {notes[0]}"
+            warnings.say(f"grades/{verdict}", message)
 
 
 class _StoppedWithin(Exception):

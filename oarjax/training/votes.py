@@ -42,15 +42,15 @@ def number_votes(
             row[np.isin(row, row[is_right])] = row[is_right].min()
     pairs = []
     for p, texts in enumerate(answers):
-        others = list(dict.fromkeys(t for t, is_right in zip(texts, right[p]) if t is not None and not is_right))
+        incorrect = list(dict.fromkeys(t for t, is_right in zip(texts, right[p]) if t is not None and not is_right))
         votes = (numbers[p] >= 0).sum() - right[p].sum()
         if right[p].sum() <= votes and (right[p].any() or np.isnan(scores[p]).any()):
-            pairs += [_Pair(p, a, b) for a, b in combinations(others, 2)]
-    for pair, same in zip(pairs, _equal(pairs, grading)):
-        if same:
+            pairs += [_Pair(p, a, b) for a, b in combinations(incorrect, 2)]
+    for pair, is_equal in zip(pairs, _equal(pairs, grading)):
+        if is_equal:
             texts, row = list(answers[pair.problem]), numbers[pair.problem]
-            both = row[[texts.index(pair.earlier), texts.index(pair.later)]]
-            row[np.isin(row, both)] = both.min()
+            pair_numbers = row[[texts.index(pair.earlier), texts.index(pair.later)]]
+            row[np.isin(row, pair_numbers)] = pair_numbers.min()
     return numbers
 
 
@@ -58,15 +58,15 @@ def _equal(pairs: Sequence[_Pair], grading: GradingConfig) -> list[bool]:
     """Compare answers, those that are not plain numbers in workers; what cannot be compared differs."""
     first = grading.rewards[0]
     plain = [plainly_equal(bare(pair.earlier), bare(pair.later)) for pair in pairs]
-    open_pairs = [i for i, same in enumerate(plain) if same is None]
+    open_pairs = [i for i, is_equal in enumerate(plain) if is_equal is None]
     if first.name != "math" or not open_pairs:
-        return [bool(same) for same in plain]
+        return [bool(is_equal) for is_equal in plain]
     limits = {"workers": grading.workers, "deadline": grading.deadline, "memory_mb": grading.memory_mb}
     with Grader((("math", 1.0),), settings={"math": first.settings}, **limits) as grader:
         samples = [Sample("", _boxed(pairs[i].later), _boxed(pairs[i].earlier)) for i in open_pairs]
         for i, reward in zip(open_pairs, grader.grade(samples).rewards):
             plain[i] = bool(reward == 1)
-    return [bool(same) for same in plain]
+    return [bool(is_equal) for is_equal in plain]
 
 
 def _boxed(answer: str) -> str:

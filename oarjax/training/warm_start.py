@@ -83,13 +83,13 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             plan = by_length(batch, cfg.microbatch, bucket)
             (rows,) = plan.split(train_batch(batch))
             state, metrics = steps.update(state, run.place(rows, "microbatches"), plan.pieces[0], None)
-            if stopped := health.imitated(number, rows, plan.used[0], metrics, state):
-                raise stopped
+            if failure := health.imitated(number, rows, plan.used[0], metrics, state):
+                raise failure
             if number % shown_every == 0 or number == cfg.steps:
                 names = ("loss", "entropy", "grad_norm")
-                shown = {name: float(jax.device_get(metrics[name]).value) for name in names if name in metrics}
+                values = {name: float(jax.device_get(metrics[name]).value) for name in names if name in metrics}
                 spent = time.perf_counter() - since
-                progress.update(number, shown | {"tok/s": tokens / spent})
+                progress.update(number, values | {"tok/s": tokens / spent})
                 tokens, since = 0, time.perf_counter()
             stopping = stop.asked()
             if saving.warm_start and (stopping or number % saving.warm_start == 0) and number < cfg.steps:
