@@ -82,10 +82,10 @@ def stored_pass(
     states, pieces = [], []
     for begin, end in pairwise((0, *edges, completion_length)):
         rows, empty = (x[:, begin:end] for x in completions), policy.init_cache(tokens.shape[0], end - begin)
-        part, after = policy.trunk(params, *rows, prefix=prefix, cache=empty)
+        part, cache = policy.trunk(params, *rows, prefix=prefix, cache=empty)
         states.append(part)
-        pieces.append(after := filled(after))
-        prefix = after if prefix is None else policy.extend(prefix, after)
+        pieces.append(cache := filled(cache))
+        prefix = cache if prefix is None else policy.extend(prefix, cache)
     return StoredPass(*completions, jnp.concatenate(states, axis=1), stored, tuple(edges), tuple(pieces[:-1]))
 
 

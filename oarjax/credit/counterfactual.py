@@ -94,5 +94,5 @@ def first_of_unit(scored: Bool[Array, "B T"], units: Int[Array, "B T"] | None) -
     at = jnp.arange(length)
     if units is None:
         return jnp.where(scored, at, length)
-    together = (units[:, :, None] == units[:, None, :]) & scored[:, None, :]
-    return jnp.where(scored, jnp.min(jnp.where(together, at, length), axis=-1), length)
+    same_unit = (units[:, :, None] == units[:, None, :]) & scored[:, None, :]
+    return jnp.where(scored, jnp.min(jnp.where(same_unit, at, length), axis=-1), length)

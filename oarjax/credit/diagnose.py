@@ -83,9 +83,9 @@ def recall_at_k(
     cut = jnp.take_along_axis(jnp.sort(ranked, axis=-1, descending=True), jnp.maximum(k - 1, 0)[:, None], axis=-1)
     above, tied = mask & (ranked > cut), mask & (ranked == cut)
     places = (k - masked_count(above)) / jnp.maximum(masked_count(tied), 1)
-    chosen = jnp.where(above, 1.0, jnp.where(tied, places[:, None], 0.0))
+    shares = jnp.where(above, 1.0, jnp.where(tied, places[:, None], 0.0))
     counted = causal & mask
-    return jnp.where(jnp.any(counted, axis=-1), masked_mean(chosen, counted), jnp.nan)
+    return jnp.where(jnp.any(counted, axis=-1), masked_mean(shares, counted), jnp.nan)
 
 
 def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:

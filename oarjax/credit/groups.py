@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 def peers_of(groups: Int[Array, "B"], counted: Bool[Array, "B"] | None = None) -> Float[Array, "B B"]:
     """Return 1 at (i, j) where row j is counted and of row i's group, itself included."""
-    same = groups[:, None] == groups
-    return (same if counted is None else same & counted[None]).astype(jnp.float32)
+    same_group = groups[:, None] == groups
+    return (same_group if counted is None else same_group & counted[None]).astype(jnp.float32)
 
 
 def peer_sum(peers: Float[Array, "B B"], values: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:

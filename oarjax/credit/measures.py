@@ -68,16 +68,16 @@ def measure(
         def logits(head: Params, states: Float[Array, "b t D"]) -> Float[Array, "r V"]:
             return widened(policy.unembed(head, states.reshape(-1, states.shape[-1])))
 
-        mine = logits(weights, states)
-        logps, entropies = logits_logps(mine, ids.reshape(-1), temperature=temperature, filters=filters)
-        out = {"logps": logps, "entropies": entropies, "spread": entropies / jnp.log(mine.shape[-1])}
+        own_logits = logits(weights, states)
+        logps, entropies = logits_logps(own_logits, ids.reshape(-1), temperature=temperature, filters=filters)
+        out = {"logps": logps, "entropies": entropies, "spread": entropies / jnp.log(own_logits.shape[-1])}
         if "score_norms" in signals:
-            kept = scaled_logits(mine, ids.reshape(-1), temperature=temperature, filters=filters)
-            square = jnp.sum(jax.nn.softmax(kept, axis=-1) ** 2, axis=-1)
+            filtered = scaled_logits(own_logits, ids.reshape(-1), temperature=temperature, filters=filters)
+            square = jnp.sum(jax.nn.softmax(filtered, axis=-1) ** 2, axis=-1)
             out["score_norms"] = 1 - 2 * jnp.exp(logps) + square
         if others is not None:
-            both = (jax.nn.log_softmax(x / temperature, axis=-1) for x in (mine, logits(fixed, others)))
-            out["hellinger"] = 1 - jnp.sum(jnp.exp(sum(both) / 2), axis=-1)
+            log_probs = (jax.nn.log_softmax(x / temperature, axis=-1) for x in (own_logits, logits(fixed, others)))
+            out["hellinger"] = 1 - jnp.sum(jnp.exp(sum(log_probs) / 2), axis=-1)
         return {name: x.reshape(ids.shape) for name, x in out.items() if name in signals}
 
     out = in_chunks(read, arrays, head_chunk=head_chunk) if set(signals) - {"hidden", "teacher_logps"} else {}

@@ -335,8 +335,8 @@ def lab_methods() -> dict[str, dict[str, Any]]:
     """Build the rows of the lab: name to show -> fields of credit to change."""
     rows = {}
     for name, m in METHODS.items():
-        for shown, changes in ({m.label: {}} if m.lab is None else m.lab).items():
-            rows[shown] = {"method": name, **changes}
+        for row_label, changes in ({m.label: {}} if m.lab is None else m.lab).items():
+            rows[row_label] = {"method": name, **changes}
     return rows
 
 

@@ -180,12 +180,12 @@ class ResolvedMethod:
 
     def _check_policy(self, policy: Policy) -> None:
         screened = self.attribution.name == "oar_screened"
-        used = (
+        method = (
             built_in(self.settings.screen.by) if screened and self.settings.screen.by != "random" else self.attribution
         )
-        if policy.first_slots is None and used.cuts:
+        if policy.first_slots is None and method.cuts:
             raise ConfigError(
-                f"credit.{'screen.by' if screened else 'method'}: {used.name} recomputes single positions of a "
+                f"credit.{'screen.by' if screened else 'method'}: {method.name} recomputes single positions of a "
                 "row, but this policy's gated delta nets depend on every earlier token; set credit.method to oar_p, "
                 "oar_g or oar_f, or credit.screen.by to oar_f"
             )
@@ -294,14 +294,14 @@ def check_method(method: CreditMethod, *, field: str) -> None:
 def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> dict[str, Mean]:
     """Measure the concentration of the weights over rows that reason, and the share of rows without an answer."""
     rows = completion.any(-1)
-    counted = rows & span.reasoning.any(-1)
+    reasoning_rows = rows & span.reasoning.any(-1)
 
     def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
         defined = among & jnp.isfinite(values)  # weights of 0 throughout have no concentration
         return Mean(jnp.sum(jnp.where(defined, values, 0)), jnp.sum(defined).astype(jnp.float32))
 
     return {
-        "ess": row_mean(ess_ratio(w, span.reasoning), counted),
-        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
+        "ess": row_mean(ess_ratio(w, span.reasoning), reasoning_rows),
+        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), reasoning_rows),
         "no_answer": row_mean((~span.has_answer).astype(jnp.float32), rows),
     }

@@ -101,9 +101,9 @@ def leave_one_out_advantages(
     """
     grouped = widened(grouped_rewards(rewards, group_size, of="leave_one_out_advantages"))
     graded = ~jnp.isnan(grouped)
-    others = masked_count(graded)[:, None] - 1
-    baseline = (masked_sum(grouped, graded)[:, None] - grouped) / jnp.maximum(others, 1)
-    keep = (graded & (others > 0)).reshape(-1)
+    other_count = masked_count(graded)[:, None] - 1
+    baseline = (masked_sum(grouped, graded)[:, None] - grouped) / jnp.maximum(other_count, 1)
+    keep = (graded & (other_count > 0)).reshape(-1)
     advantages = (grouped - baseline).reshape(-1)
     constant = jnp.repeat(zero_variance_groups(rewards, group_size=group_size), group_size)
     advantages = jnp.where(constant, 0, advantages)
@@ -190,8 +190,8 @@ def weighted_group_advantages(
     A NaN value adds 0; for the settings see ``group_advantages``.
     """
     settings: dict[str, Any] = {"group_size": group_size, "scale": scale, "ddof": ddof, "eps": eps}
-    each = jnp.stack([group_advantages(v, **settings) for v in values])
-    return jnp.sum(weights[:, None] * each, axis=0)
+    per_reward = jnp.stack([group_advantages(v, **settings) for v in values])
+    return jnp.sum(weights[:, None] * per_reward, axis=0)
 
 
 def per_reward_advantages(

@@ -29,8 +29,8 @@ def adapted(
     The entropy is the mean per token, in nats.
     """
     low = entropy <= target
-    moved = jnp.clip(jnp.where(low, coefficient + step, coefficient - step), 0, highest)
-    return EntropyControl(moved, jnp.where(low, moved, 0))
+    new_coefficient = jnp.clip(jnp.where(low, coefficient + step, coefficient - step), 0, highest)
+    return EntropyControl(new_coefficient, jnp.where(low, new_coefficient, 0))
 
 
 def control_entropy(

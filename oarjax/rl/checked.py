@@ -80,11 +80,11 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
         (bounds,) = (part for part in parts if isinstance(part, Range))
         _check_number(name, value, int if parts[0] is int else float, bounds, function, static=parts[0] in (int, float))
     elif origin is Literal:
-        *others, last = map(str, parts)
+        *choices, last = map(str, parts)
         if is_traced(value):
-            raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, {TRACED}")
+            raise ArgumentError(f"{function}: {name} must be {', '.join(choices)} or {last}, {TRACED}")
         if value not in parts:
-            raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, got {value!r}")
+            raise ArgumentError(f"{function}: {name} must be {', '.join(choices)} or {last}, got {value!r}")
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
         _check_array(name, value, hint, sizes, function)
     elif isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
@@ -136,8 +136,8 @@ def _check_array(
             remedy = key
         elif len(value.shape) == len(axes) - 1:
             rows, _ = sizes.get(axes[0], (None, ""))
-            each = f"; for one number per row broadcast {name}[:, None]"
-            remedy = each if value.shape[:1] == (rows,) else f"; for a single row pass {name}[None]"
+            advice = f"; for one number per row broadcast {name}[:, None]"
+            remedy = advice if value.shape[:1] == (rows,) else f"; for a single row pass {name}[None]"
         raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
     for axis, size in matched.items():
         prior, source = sizes.setdefault(axis, (size, name))

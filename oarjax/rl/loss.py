@@ -138,9 +138,9 @@ def policy_loss(
         low = high = jnp.zeros_like(mask)
     elif surrogate == "dppo":
         bounds = {"mask_low": clip_low, "mask_high": clip_high}
-        drawn = old if behaviour is None else behaviour
-        objective = dppo_surrogate(logps, drawn, advantages, mask, **bounds)
-        low, high = moved_probability(logps, drawn, advantages, **bounds)
+        sampler_logps = old if behaviour is None else behaviour
+        objective = dppo_surrogate(logps, sampler_logps, advantages, mask, **bounds)
+        low, high = moved_probability(logps, sampler_logps, advantages, **bounds)
     else:
         objective = gmpo_surrogate(logps, old, advantages, mask, clip_low=clip_low, clip_high=clip_high)
         low, high = (advantages < 0) & (logps - old < -clip_low), (advantages > 0) & (logps - old > clip_high)
@@ -211,15 +211,15 @@ def aggregate(
     """
     total = jnp.sum(masked_sum(values, mask))
     tokens = jnp.sum(mask).astype(total.dtype)
-    used = jnp.sum(jnp.any(mask, axis=-1) | (rows == "all")).astype(total.dtype)
+    row_count = jnp.sum(jnp.any(mask, axis=-1) | (rows == "all")).astype(total.dtype)
     if mode == "dapo":
         return Mean(total, tokens)
     if mode == "grpo":
-        return Mean(jnp.sum(masked_mean(values, mask)), used)
+        return Mean(jnp.sum(masked_mean(values, mask)), row_count)
     if mode == "dr_grpo":
-        return Mean(total, used * max_length)
+        return Mean(total, row_count * max_length)
     if mode == "luspo":
-        return Mean(total, used)
+        return Mean(total, row_count)
     return Mean(total / jnp.maximum(tokens, 1), jnp.minimum(tokens, 1))
 
 

@@ -18,15 +18,15 @@ def learning_rate(
     *, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup: int, updates: int
 ) -> optax.Schedule:
     """Warm up linearly from peak/warmup, then stay constant or decay to 0 at ``updates``."""
-    rest = max(updates - warmup, 1)
-    after = {
+    decay_updates = max(updates - warmup, 1)
+    main_schedule = {
         "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, decay_updates),
+        "cosine": optax.cosine_decay_schedule(peak, decay_updates),
     }[schedule]
     if warmup == 0:
-        return after
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
+        return main_schedule
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), main_schedule], [warmup])
 
 
 def adamw(

@@ -36,8 +36,8 @@ def turn_advantages(
         raise ValueError(f"turn_advantages: share must be in [0, 1], got {share}")
     inside = completion & (turns > 0)
     good = inside & (labels > 0)
-    before = jnp.pad(turns[:, :-1], ((0, 0), (1, 0)))
-    count = jnp.sum(good & (turns != before), axis=-1, keepdims=True)
+    previous_turns = jnp.pad(turns[:, :-1], ((0, 0), (1, 0)))
+    count = jnp.sum(good & (turns != previous_turns), axis=-1, keepdims=True)
     mixed = share * good / (count + EPS) + (1 - share) * advantages[:, None]
     return jnp.where(inside.any(-1, keepdims=True), mixed, advantages[:, None])
 

@@ -97,11 +97,11 @@ def divergence_weights(
 
     def nearest(pair: tuple[Array, Array]) -> Float[Array, ""]:
         i, k = pair
-        mine, mine_in = states[i, places_in[k]], inside[i, k]
+        x, x_in = states[i, places_in[k]], inside[i, k]
 
         def to_row(j: Array) -> Float[Array, ""]:
-            each = jax.lax.map(lambda q: distance(mine, states[j, places_in[q]], mine_in, inside[j, q]), windows)
-            return jnp.min(jnp.where(exists[j], each, jnp.inf))
+            distances = jax.lax.map(lambda q: distance(x, states[j, places_in[q]], x_in, inside[j, q]), windows)
+            return jnp.min(jnp.where(exists[j], distances, jnp.inf))
 
         def skip(j: Array) -> Float[Array, ""]:
             return jnp.array(jnp.inf, states.dtype)

@@ -57,12 +57,12 @@ def find_calculations(
 def row_spans(pieces: Sequence[bytes], *, most: int) -> list[tuple[int, int]]:
     """List first and last + 1 of the tokens of each span, in order; sentences that overlap a calculation are none."""
     calculations = _calculations(pieces, most=most // 2)
-    apart = [
+    sentences = [
         (start, stop)
         for start, stop in _sentences(pieces, most=most)
         if all(stop <= first or start >= last for first, last in calculations)
     ]
-    spans = sorted([*calculations, *apart], key=lambda span: span[0])
+    spans = sorted([*calculations, *sentences], key=lambda span: span[0])
     return [(start, stop) for start, stop in spans if stop - start <= LONGEST][:most]
 
 

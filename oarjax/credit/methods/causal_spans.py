@@ -79,8 +79,8 @@ def score(
     if span.units is None:
         raise ValueError("causal_spans: needs the spans, got None; give AnswerSpan(units=find_calculations(...))")
     params, settings, length = policy.head(params), settings_of(context), span.answer.shape[1]
-    kept = places(length, chunk=settings["chunk"], buckets=settings["buckets"])
-    clean = stored_pass(policy, params, r.tokens, r.valid, **kept)
+    options = places(length, chunk=settings["chunk"], buckets=settings["buckets"])
+    clean = stored_pass(policy, params, r.tokens, r.valid, **options)
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, ANSWER_LOGP) & (span.units >= 0)
     drops = masked_scores(policy, params, clean, reading, scored, units=span.units // 2, probe=ANSWER_LOGP, **settings)
     return Scored(drops, clean.hidden)

@@ -73,12 +73,12 @@ def delta_weights(
     centroids = [centroid(jnp.where(side, mass, 0)) for side in sides]
     scales = [spread(m, side) for m, side in zip(margins(centroids), sides)]
     for _ in range(rounds):
-        before = margins(centroids)
+        old_margins = margins(centroids)
         centroids = [
             centroid(jnp.where(side, jax.nn.sigmoid(m / scale) * mass, 0))
-            for m, scale, side in zip(before, scales, sides)
+            for m, scale, side in zip(old_margins, scales, sides)
         ]
-        scales = [spread(m, side) for m, side in zip(before, sides)]
+        scales = [spread(m, side) for m, side in zip(old_margins, sides)]
     shares = [jax.nn.sigmoid(m / scale) for m, scale in zip(margins(centroids), scales)]
     weights = low + (high - low) * jnp.where(sides[0], shares[0], shares[1])
     total = jnp.sum(jnp.where(counted, weights, 0))

@@ -60,8 +60,8 @@ def entropy_top_weights(
 def selected(count: Int[Array, "B"], share: float) -> Int[Array, "B"]:
     """Compute max(1, ceil(share count)) in integers: a float32 product of a long batch would be a token off."""
     parts = round(share * 10_000)
-    whole, rest = jnp.divmod(count, 10_000)
-    return jnp.maximum(whole * parts + (rest * parts + 9_999) // 10_000, 1)
+    quotient, remainder = jnp.divmod(count, 10_000)
+    return jnp.maximum(quotient * parts + (remainder * parts + 9_999) // 10_000, 1)
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:

@@ -50,8 +50,8 @@ def keyword_tokens(
     inside = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))[:, :, None] & table.opens
     match = jnp.broadcast_to(completion[:, :, None], (*tokens.shape, K)) & ~inside
     for j in range(L):
-        same = (_later(tokens, j)[:, :, None] == table.grams[:, j]) & _later(completion, j)[:, :, None]
-        match &= same | (j >= count)
+        hits = (_later(tokens, j)[:, :, None] == table.grams[:, j]) & _later(completion, j)[:, :, None]
+        match &= hits | (j >= count)
         match &= ~(_later(begins, j + 1)[:, :, None] & table.closes & (count == j + 1))
     inside_keyword = jnp.zeros(tokens.shape, bool)
     for j in range(L):
@@ -77,10 +77,10 @@ def keyword_table(
     Raises:
         ValueError: no spelling of any word can be written in this vocabulary.
     """
-    whole = _whole_words(token_bytes)
+    by_word = _whole_words(token_bytes)
     grams: dict[tuple[int, ...], None] = {}
     for word in words:
-        grams |= dict.fromkeys((i,) for i in whole.get(_bare(word), ()))
+        grams |= dict.fromkeys((i,) for i in by_word.get(_bare(word), ()))
         grams |= dict.fromkeys(_encodings(word, encode, token_bytes))
     if not grams:
         raise ValueError(f"none of {', '.join(map(repr, words)) or 'no words'} can be written in this vocabulary")

@@ -61,8 +61,8 @@ def key_token_bonus(
     ratio = tf[..., 0] / (tf[..., 1] + EPS) - tf[..., 1] / (tf[..., 0] + EPS)
     x = _angle(a, c) - _angle(b, d) + ratio
     strength = (fisher * f + gain * _information_gain(a, b, c, d)) / (fisher + gain)
-    both = (rows_of > 0).all(-1)[:, None]
-    return jnp.where(completion & both, scale * jnp.tanh(strength * x / 2), 0)
+    both_sides = (rows_of > 0).all(-1)[:, None]
+    return jnp.where(completion & both_sides, scale * jnp.tanh(strength * x / 2), 0)
 
 
 def _occurrences(
@@ -77,33 +77,33 @@ def _occurrences(
     group = jnp.where(counted.reshape(-1), groups[row], jnp.iinfo(jnp.int32).max)  # what does not count comes last
     ids = tokens.reshape(-1)
     order = jnp.lexsort((row, ids, group))
-    changed = [jnp.concatenate([jnp.ones(1, bool), x[order][1:] != x[order][:-1]]) for x in (group, ids, row)]
-    run = jnp.cumsum(changed[0] | changed[1]) - 1
-    first = changed[0] | changed[1] | changed[2]
-    each = sides[row[order]] * counted.reshape(-1)[order][:, None]
-    sums = [jax.ops.segment_sum(x, run, num_segments=B * T)[run] for x in (each * first[:, None], each)]
+    starts = [jnp.concatenate([jnp.ones(1, bool), x[order][1:] != x[order][:-1]]) for x in (group, ids, row)]
+    run = jnp.cumsum(starts[0] | starts[1]) - 1
+    first = starts[0] | starts[1] | starts[2]
+    by_side = sides[row[order]] * counted.reshape(-1)[order][:, None]
+    sums = [jax.ops.segment_sum(x, run, num_segments=B * T)[run] for x in (by_side * first[:, None], by_side)]
     holding, count = (jnp.zeros_like(x).at[order].set(x).reshape(B, T, 2) for x in sums)
     return holding, count
 
 
 def _fisher_p(a: Array, b: Array, c: Array, d: Array) -> Float[Array, "B T"]:
     """Sum the hypergeometric probabilities of all tables with these margins that are at most as likely as this one."""
-    held, correct, n = a + b, a + c, a + b + c + d
+    holding, correct, n = a + b, a + c, a + b + c + d
 
     def choose(n: Array, k: Array) -> Array:
         return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
     def probability(k: Array) -> Array:
-        possible = (k >= jnp.maximum(0, held + correct - n)) & (k <= jnp.minimum(held, correct))
+        possible = (k >= jnp.maximum(0, holding + correct - n)) & (k <= jnp.minimum(holding, correct))
         safe = jnp.where(possible, k, a)
-        logs = choose(correct, safe) + choose(n - correct, held - safe) - choose(n, held)
+        logs = choose(correct, safe) + choose(n - correct, holding - safe) - choose(n, holding)
         return jnp.where(possible, jnp.exp(logs), 0)
 
     observed = probability(a) * (1 + 1e-4)
 
     def add(k: Array, total: Array) -> Array:
-        each = probability(jnp.full_like(a, k))
-        return total + jnp.where(each <= observed, each, 0)
+        p = probability(jnp.full_like(a, k))
+        return total + jnp.where(p <= observed, p, 0)
 
     return jax.lax.fori_loop(0, jnp.max(correct).astype(jnp.int32) + 1, add, jnp.zeros_like(a))
 

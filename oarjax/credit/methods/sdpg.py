@@ -47,8 +47,8 @@ def teacher_kl(
             return jax.nn.log_softmax(widened(logits) / temperature, axis=-1)
 
         p, q = logs(params, mine), jax.lax.stop_gradient(logs(fixed, other))
-        each = jnp.where(jnp.isneginf(p), 0, jnp.exp(p) * (p - q))
-        return jnp.minimum(each.sum(-1), BOUND).reshape(mine.shape[:2])
+        terms = jnp.where(jnp.isneginf(p), 0, jnp.exp(p) * (p - q))
+        return jnp.minimum(terms.sum(-1), BOUND).reshape(mine.shape[:2])
 
     return in_chunks(read, (hidden, jax.lax.stop_gradient(teacher)), head_chunk=head_chunk)
 

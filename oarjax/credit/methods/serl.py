@@ -15,8 +15,8 @@ from oarjax.credit.signals import Context, CreditInputs, required
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the marked tokens, the actions, by the teacher's log-probs (SERL)."""
-    marked = required(inputs.signals, "marks", context) != 0
-    return taught_weights(inputs.signals, inputs.completion & marked, inputs.advantages, context)
+    actions = required(inputs.signals, "marks", context) != 0
+    return taught_weights(inputs.signals, inputs.completion & actions, inputs.advantages, context)
 
 
 METHOD = CreditMethod(weigh, name="serl", needs=("teacher_logps", "logps", "iteration", "marks"))

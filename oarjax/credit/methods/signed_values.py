@@ -116,10 +116,10 @@ def token_values(
         return out[row, at]
 
     with jax.named_scope(SCOPE):
-        others = jnp.moveaxis(jax.lax.map(tried, jnp.moveaxis(ids[..., :-1], -1, 0)), 0, -1)
-    drawn = outcome_probability(policy, params, clean.hidden, outcome, tokens, **settings)[:, None, None]
-    values = jnp.concatenate([others, jnp.broadcast_to(drawn, (*at.shape, 1)).astype(others.dtype)], axis=-1)
-    values = jnp.where(ids == tokens[row, at][..., None], drawn, values)  # the row as it stands, needing no forward
+        swapped = jnp.moveaxis(jax.lax.map(tried, jnp.moveaxis(ids[..., :-1], -1, 0)), 0, -1)
+    current = outcome_probability(policy, params, clean.hidden, outcome, tokens, **settings)[:, None, None]
+    values = jnp.concatenate([swapped, jnp.broadcast_to(current, (*at.shape, 1)).astype(swapped.dtype)], axis=-1)
+    values = jnp.where(ids == tokens[row, at][..., None], current, values)  # the row as it stands, needing no forward
     listed = listed & exists[..., None]
 
     def spread(x: Array) -> Array:
@@ -196,8 +196,8 @@ def loss(
     row = jnp.arange(len(at))[:, None]
     logits = widened(policy.unembed(params, hidden[row, at])) / context.temperature
     scale = jnp.broadcast_to(v.scale[:, None], at.shape)
-    each = signed_value_loss(jax.nn.log_softmax(logits), v.ids[row, at], v.values[row, at], v.listed[row, at], scale)
-    return jnp.zeros(batch.completion.shape, each.dtype).at[row, at].add(jnp.where(exists, each, 0))
+    losses = signed_value_loss(jax.nn.log_softmax(logits), v.ids[row, at], v.values[row, at], v.listed[row, at], scale)
+    return jnp.zeros(batch.completion.shape, losses.dtype).at[row, at].add(jnp.where(exists, losses, 0))
 
 
 def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:

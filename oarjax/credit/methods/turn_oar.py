@@ -29,11 +29,11 @@ def weights_inside(
         gate: settings of ``oar_weights``; the mass is kept, whatever they say.
     """
 
-    kept: dict[str, Any] = {**gate, "mass": "kept"}
+    settings: dict[str, Any] = {**gate, "mass": "kept"}
 
     def turn(number: Int[Array, ""], weights: Float[Array, "B T"]) -> Float[Array, "B T"]:
         inside = reasoning & (turns == number)
-        return jnp.where(inside, oar_weights(importance, inside, **kept), weights)
+        return jnp.where(inside, oar_weights(importance, inside, **settings), weights)
 
     return _over_turns(turn, jnp.ones_like(widened(importance)), turns, reasoning)
 

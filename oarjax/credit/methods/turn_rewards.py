@@ -43,9 +43,9 @@ def turn_returns(
 def turn_differences(values: Float[Array, "B T"], last: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Compute v_k - v_(k-1) at the ``last`` token of turn k, 0 elsewhere; the value before the first turn is 0."""
     ends = jax.lax.cummax(jnp.where(last, jnp.arange(last.shape[1]), -1), axis=1)
-    before = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    earlier = jnp.take_along_axis(values, jnp.maximum(before, 0), axis=1)
-    return jnp.where(last, values - jnp.where(before < 0, 0, earlier), 0)
+    previous_end = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    earlier = jnp.take_along_axis(values, jnp.maximum(previous_end, 0), axis=1)
+    return jnp.where(last, values - jnp.where(previous_end < 0, 0, earlier), 0)
 
 
 def turn_advantages(
@@ -65,8 +65,8 @@ def turn_advantages(
     last, inside = last_tokens(turns, written), written & (turns > 0)
     rewards = turn_differences(marks, last) if values == "differences" else marks
     returns = turn_returns(rewards, last, discount=discount)
-    apart = weight * (returns - masked_mean(returns, inside)[:, None])
-    return advantages[:, None] + jnp.where(inside, apart, 0)
+    bonus = weight * (returns - masked_mean(returns, inside)[:, None])
+    return advantages[:, None] + jnp.where(inside, bonus, 0)
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:

@@ -135,13 +135,13 @@ def fisher_factors(
     vocabulary = jnp.arange(p.shape[-1])
     if sampled == 0:
         return jax.vmap(_factor, in_axes=(1, 1, None))(top, ids, p)
-    chosen = jnp.any(ids[:, :, None] == vocabulary, axis=1)
-    rest = jnp.where(chosen, 0, p)
+    is_top = jnp.any(ids[:, :, None] == vocabulary, axis=1)
+    tail = jnp.where(is_top, 0, p)
     draw = jax.vmap(lambda key, logits: jax.random.categorical(key, logits, shape=(sampled,)))
-    drawn = draw(keys, jnp.where(rest > 0, jnp.log(jnp.where(rest > 0, rest, 1)), -jnp.inf))
-    share = jnp.broadcast_to(rest.sum(axis=-1, keepdims=True) / sampled, drawn.shape)
+    sample_ids = draw(keys, jnp.where(tail > 0, jnp.log(jnp.where(tail > 0, tail, 1)), -jnp.inf))
+    share = jnp.broadcast_to(tail.sum(axis=-1, keepdims=True) / sampled, sample_ids.shape)
     return jax.vmap(_factor, in_axes=(1, 1, None))(
-        jnp.concatenate([top, share], axis=1), jnp.concatenate([ids, drawn.astype(ids.dtype)], axis=1), p
+        jnp.concatenate([top, share], axis=1), jnp.concatenate([ids, sample_ids.astype(ids.dtype)], axis=1), p
     )
 
 

@@ -145,11 +145,11 @@ def gradient_times_input(
 
 def noisy_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array, "B T D"]], Array]) -> Gradient:
     """Compute dJ/de at e + noise. J is summed over rows: no row sees another, so the gradient is each row's own."""
-    before = read(clean.hidden)
+    clean_outputs = read(clean.hidden)
 
     def gradient(noise: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         hidden, pull = jax.vjp(clean.states, clean.embeddings + noise)
-        return pull(jax.grad(lambda h: jnp.sum(divergence(probe, before, read(h))))(hidden))[0]
+        return pull(jax.grad(lambda h: jnp.sum(divergence(probe, clean_outputs, read(h))))(hidden))[0]
 
     return gradient
 

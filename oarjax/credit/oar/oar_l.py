@@ -115,7 +115,7 @@ def local_scores(
     size = chunk_size(length, places=places, chunk=chunk)
     inputs, is_read = _first_answers(reading.answer, answers)
     read_at = Reading(_take(reading.tokens, inputs), is_read, is_read & _take(reading.answer, inputs))
-    before = probe.read(policy, params, _take(clean.hidden, inputs), read_at)
+    clean_outputs = probe.read(policy, params, _take(clean.hidden, inputs), read_at)
     replacement = None
     if counterfactual != "deleted":
         replacement = replacement_embeddings(
@@ -130,21 +130,21 @@ def local_scores(
         at = jax.lax.dynamic_slice_in_dim(order, i * size, size, axis=1)  # [B, K], T = nothing left
         # Input t + 1 carries token t: the changed input, the window after it, then the inputs that are read.
         near = at[..., None] + 1 + jnp.arange(places - answers)
-        read = jnp.broadcast_to(inputs[:, None], (rows, size, answers))
-        at_read = read == near[..., :1]  # the changed token is itself where the answer is predicted
+        read_inputs = jnp.broadcast_to(inputs[:, None], (rows, size, answers))
+        at_read = read_inputs == near[..., :1]  # the changed token is itself where the answer is predicted
         before_read = near < jnp.where(is_read[:, :1], inputs[:, :1], length)[:, None]
-        attended = jnp.concatenate([before_read, jnp.broadcast_to(is_read[:, None], read.shape)], axis=-1)
-        changed = jnp.concatenate([near == near[..., :1], at_read], axis=-1)
-        where = jnp.concatenate([near, read], axis=-1)
+        attended = jnp.concatenate([before_read, jnp.broadcast_to(is_read[:, None], read_inputs.shape)], axis=-1)
+        is_changed = jnp.concatenate([near == near[..., :1], at_read], axis=-1)
+        where = jnp.concatenate([near, read_inputs], axis=-1)
         inside = jnp.minimum(where, length - 1).reshape(rows, -1)
         embeddings = _take(clean.embeddings, inside).reshape(rows, size, places, -1)
         if replacement is None:
-            attended = attended & ~changed
+            attended = attended & ~is_changed
         else:
-            new = _take(replacement, jnp.minimum(at, length - 1))[:, :, None]
-            embeddings = jnp.where(changed[..., None], new, embeddings)
+            embedding = _take(replacement, jnp.minimum(at, length - 1))[:, :, None]
+            embeddings = jnp.where(is_changed[..., None], embedding, embeddings)
         stands = where + offset
-        redone = (jnp.arange(slots) == stands[..., None]) & (attended | changed)[..., None]
+        redone = (jnp.arange(slots) == stands[..., None]) & (attended | is_changed)[..., None]
         visible = (jnp.arange(slots) < stands[..., None]) & ~redone.any(axis=2, keepdims=True)
         hidden, _ = policy.trunk(
             params,
@@ -154,8 +154,8 @@ def local_scores(
             prefix=clean.stored,
             visible=visible.reshape(rows * size, places, slots),
         )
-        after = probe.read(policy, params, hidden[:, places - answers :], jax.tree.map(copy, read_at))
-        change = divergence(probe, copy(before), after).reshape(rows, size).astype(out.dtype)
+        changed_outputs = probe.read(policy, params, hidden[:, places - answers :], jax.tree.map(copy, read_at))
+        change = divergence(probe, copy(clean_outputs), changed_outputs).reshape(rows, size).astype(out.dtype)
         return out.at[jnp.arange(rows)[:, None], at].set(change, mode="drop")
 
     chunks = -(-jnp.max(jnp.sum(scored, axis=1)) // size)

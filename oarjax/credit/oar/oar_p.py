@@ -117,15 +117,15 @@ def masked_scores(
         units = None if units is None else jnp.take_along_axis(units, at, axis=1)
     else:
         at = jnp.broadcast_to(jnp.arange(scored.shape[1]), scored.shape)
-    before = probe.read(policy, params, clean.hidden, reading)
+    clean_outputs = probe.read(policy, params, clean.hidden, reading)
 
     def moved(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
         if probe.reads == "completion":
             earlier = jnp.repeat(clean.hidden[:, : scored.shape[1] - length], copies, axis=0)
             states, length = jnp.concatenate([earlier, states], axis=1), scored.shape[1]
         window = jax.tree.map(lambda x: jnp.repeat(x[:, -length:], copies, axis=0), reading)
-        after = probe.read(policy, params, states, window)
-        return divergence(probe, jnp.repeat(before, copies, axis=0), after)
+        changed_outputs = probe.read(policy, params, states, window)
+        return divergence(probe, jnp.repeat(clean_outputs, copies, axis=0), changed_outputs)
 
     replacement = None
     if counterfactual != "deleted":
@@ -165,8 +165,8 @@ def over_counterfactuals(
     count = jnp.max(jnp.sum(begins, axis=1))
     lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
     if policy.first_slots is None:  # suffixes begin where the clean pass kept a cache
-        kept = {0, *clean.edges}
-        lows, sizes = map(list, zip(*(pair for pair in zip(lows, sizes) if pair[0] in kept)))
+        edges = {0, *clean.edges}
+        lows, sizes = map(list, zip(*(pair for pair in zip(lows, sizes) if pair[0] in edges)))
     order = _last_together(begins, spare=max(sizes))
     # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
     earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
@@ -227,15 +227,15 @@ def _recomputed_from(
         at = jax.lax.dynamic_slice_in_dim(order, i, size, axis=1)  # [B, K], T = nothing
         hit = (changed_by == at[:, :, None]) & (at < length)[:, :, None]
         if replacement is None:
-            variants, seen = jnp.broadcast_to(embeddings, (rows, size, *embeddings.shape[2:])), valid & ~hit
+            variants, visible = jnp.broadcast_to(embeddings, (rows, size, *embeddings.shape[2:])), valid & ~hit
         else:
             variants = jnp.where(hit[..., None], to_inputs(replacement)[:, None, low:], embeddings)
-            seen = valid
+            visible = valid
         hidden, _ = policy.trunk(
             params,
             variants.reshape(rows * size, suffix, -1),
             jnp.repeat(clean.positions[:, low:], size, axis=0),
-            seen.reshape(rows * size, suffix),
+            visible.reshape(rows * size, suffix),
             prefix=_cache_before(policy, clean, low),
         )
         change = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
@@ -309,8 +309,8 @@ def score(
     """Score a rollout by the configured counterfactual and probe."""
     params, probe = policy.head(params), probe_of(context)
     settings, length = settings_of(context), span.answer.shape[1]
-    kept = places(length, chunk=settings["chunk"], buckets=settings["buckets"])
-    clean = stored_pass(policy, params, r.tokens, r.valid, **kept)
+    options = places(length, chunk=settings["chunk"], buckets=settings["buckets"])
+    clean = stored_pass(policy, params, r.tokens, r.valid, **options)
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
     importance = masked_scores(policy, params, clean, reading, scored, units=span.units, probe=probe, **settings)
     return Scored(importance, clean.hidden)

@@ -76,8 +76,8 @@ def score(
     # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
     settings, length = oar_p.settings_of(context), span.answer.shape[1]
     settings["chunk"] = max(1, round(settings["chunk"] * screen.share))
-    kept = oar_p.places(length, chunk=settings["chunk"], buckets=settings["buckets"])
-    clean = stored_pass(policy, head, r.tokens, r.valid, **kept)
+    options = oar_p.places(length, chunk=settings["chunk"], buckets=settings["buckets"])
+    clean = stored_pass(policy, head, r.tokens, r.valid, **options)
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
     if screen.by == "random":
         estimate = jax.vmap(lambda key: jax.random.uniform(key, (scored.shape[1],)))(keys)
