@@ -84,20 +84,20 @@ def recall_at_k(
     above, tied = mask & (ranked > cut), mask & (ranked == cut)
     places = (k - masked_count(above)) / jnp.maximum(masked_count(tied), 1)
     shares = jnp.where(above, 1.0, jnp.where(tied, places[:, None], 0.0))
-    counted = causal & mask
-    return jnp.where(jnp.any(counted, axis=-1), masked_mean(shares, counted), jnp.nan)
+    causal_tokens = causal & mask
+    return jnp.where(jnp.any(causal_tokens, axis=-1), masked_mean(shares, causal_tokens), jnp.nan)
 
 
 def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
     """Compute the chance that a causal token scores above another, ties counted half (area under the ROC curve), in
     [0, 1]; .5 = an uninformative score. Unlike recall at k it has no ceiling if many tokens are causal.
     """
-    counted = causal & mask
-    ones, zeros = masked_count(counted), masked_count(mask & ~causal)
+    causal_tokens = causal & mask
+    ones, zeros = masked_count(causal_tokens), masked_count(mask & ~causal)
     pairs = (ones * zeros).astype(jnp.float32)
     finite = jnp.all(jnp.where(mask, jnp.isfinite(scores), True), axis=-1)
     defined = finite & (pairs > 0)
-    above = masked_sum(_centred_ranks(scores, mask), counted) / jnp.where(pairs > 0, pairs, 1)
+    above = masked_sum(_centred_ranks(scores, mask), causal_tokens) / jnp.where(pairs > 0, pairs, 1)
     return jnp.where(defined, 0.5 + above, jnp.nan)
 
 

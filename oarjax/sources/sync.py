@@ -127,7 +127,7 @@ class Sync:
         exact = logps(params, self._weights.exact)
         allowed = FLOOR + MARGIN * mean_gap(logps(params, self._weights.rounded), exact)
         gap = mean_gap(engine, exact)
-        stale_logps = {name: logps(other(), self._weights.exact) for name, other in others.items()}
+        stale_logps = {name: logps(make_params(), self._weights.exact) for name, make_params in others.items()}
         if not gap <= allowed:  # NaN is refused as well
             near = min(stale_logps, key=lambda name: mean_gap(engine, stale_logps[name]), default=None)
             like = "" if near is None else f"; nearest is {near} kept, off by {mean_gap(engine, stale_logps[near]):.2g}"

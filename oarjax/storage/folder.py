@@ -307,7 +307,7 @@ def _sealed_id(folder: Path) -> str | None:
     manifests = (read_manifest(folder / "checkpoints" / name) for name in names_in(folder / "checkpoints"))
     ids = {manifest.get("run") for manifest in manifests if manifest is not None} - {None}
     if len(ids) > 1:
-        ids_text = ", ".join(sorted(str(each)[:8] for each in ids))
+        ids_text = ", ".join(sorted(str(value)[:8] for value in ids))
         raise ConfigError(
             f"run_dir: {folder / ID} holds no id, and checkpoints beside it are of several runs ({ids_text}); remove "
             "those that were copied there"

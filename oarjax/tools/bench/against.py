@@ -151,8 +151,8 @@ class Torch(TorchPolicy):
         }
 
     def rollout(self, prompts: torch.Tensor) -> torch.Tensor:
-        new = self.shapes.new_tokens
-        return self.generate(prompts, new, min_new_tokens=new)
+        new_tokens = self.shapes.new_tokens
+        return self.generate(prompts, new_tokens, min_new_tokens=new_tokens)
 
     @torch.no_grad()
     def log_probs(self, ids: torch.Tensor) -> torch.Tensor:

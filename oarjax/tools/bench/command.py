@@ -192,14 +192,14 @@ def bench_model(
             sides["torch"] = Torch(
                 folder, shapes, tokens, ours.cfg, threads=threads(), device=torch_device(jax.devices()[0].platform)
             ).works
-        chosen = [
+        bench_rows = [
             r
             for r in make_rows(ours.model, shapes)
             if r.workload in workloads or (r.name == "update" and "W3" in workloads)
         ]
         rows: list[dict[str, Any]] = []
         with counted_compilations() as compiled:
-            for row in chosen:
+            for row in bench_rows:
                 with console.status(f"{name}: {row.workload} {row.name}"):
                     rows.append(bench_row(row, sides, repeats=repeats, compiled=compiled, peak=peak))
     add_multiples(rows, sequences=shapes.prompts)
@@ -241,10 +241,10 @@ def bench_of_ragged(
     if against is not None:
         settings = bench_ragged.TorchSettings(threads(), torch_device(jax.devices()[0].platform))
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
-        chosen = [name for name in RAGGED if name in workloads]
-        folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if chosen else Path(scratch)
-        for name in chosen:
-            before = compiled.seconds
+        names = [name for name in RAGGED if name in workloads]
+        folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if names else Path(scratch)
+        for name in names:
+            start_seconds = compiled.seconds
             with console.status(name):
                 result = RAGGED[name](
                     folder,
@@ -255,7 +255,7 @@ def bench_of_ragged(
                     peak=peak,
                     against=settings,
                 )
-            result = settled(result, peak, machine_peak()) | {"compile_seconds": compiled.seconds - before}
+            result = settled(result, peak, machine_peak()) | {"compile_seconds": compiled.seconds - start_seconds}
             if show:
                 console.print(bench_sides.table(result))
             yield result
@@ -343,8 +343,8 @@ def _load() -> float | None:
 def table(result: dict[str, Any], *, against: str | None) -> Table:
     """Tabulate medians with minimum and maximum, within 80 columns; the JSON document has every number."""
     out = Table(title=f"{result['model']}, {result['parameters']:,} parameters, float32", title_justify="left")
-    more = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
-    for heading, side in zip(["", "work", *more], ("left", "left", "right", "right", "right")):
+    columns = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
+    for heading, side in zip(["", "work", *columns], ("left", "left", "right", "right", "right")):
         out.add_column(heading, justify=side, no_wrap=True)
     for row in result["rows"]:
         cells = [row["workload"], f"{row['name']}\n[dim]{row['what']}[/dim]", value_text(row, "ours")]
@@ -362,9 +362,9 @@ def value_text(row: dict[str, Any], side: str) -> str:
     v, unit = row[side]["value"], row["unit"]
     digits = ",.0f" if unit == "tokens/s" else ".4f" if v["median"] < 0.1 else ".3f"
     multiple = row[side].get("updates_per_sequence")
-    more = "" if multiple is None else f"\n[dim]{multiple:.2f} x update[/dim]"
-    more += f"\n[dim]{share_text(row[side]['share_of_peak'])} of peak[/dim]"
-    return f"{v['median']:{digits}} {unit}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]{more}"
+    notes = "" if multiple is None else f"\n[dim]{multiple:.2f} x update[/dim]"
+    notes += f"\n[dim]{share_text(row[side]['share_of_peak'])} of peak[/dim]"
+    return f"{v['median']:{digits}} {unit}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]{notes}"
 
 
 def footnote(document: dict[str, Any]) -> str:
@@ -377,10 +377,10 @@ def footnote(document: dict[str, Any]) -> str:
             "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
         )
     peak = document["peak"]
-    theirs = "" if peak["torch"] is None else f" and {peak['torch'] / 1e9:,.0f} by torch's"
+    torch_peak = "" if peak["torch"] is None else f" and {peak['torch'] / 1e9:,.0f} by torch's"
     return (
         f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} CPU thread(s), "
-        f"peak {peak['flops'] / 1e9:,.0f} GFLOP/s of float32 matrix products{theirs} ({peak['source']}; a dash "
+        f"peak {peak['flops'] / 1e9:,.0f} GFLOP/s of float32 matrix products{torch_peak} ({peak['source']}; a dash "
         "where it was another by more than a tenth after the work), "
         f"device {document['device']}, load {document['load_average_before']:.1f} before.{paired} {versions}"
     )

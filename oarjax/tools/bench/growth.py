@@ -44,8 +44,8 @@ def doubled(axis: str, fields: dict[str, Any], shapes: WorkloadSizes) -> tuple[d
         "group": {"group_size": 2 * s.group_size},
     }
     wide = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    more = {name: 2 * fields[name] for name in wide} if axis == "width" else {}
-    return fields | more, replace(s, **twice.get(axis, {}))
+    wider = {name: 2 * fields[name] for name in wide} if axis == "width" else {}
+    return fields | wider, replace(s, **twice.get(axis, {}))
 
 
 def clocked(totals: dict[str, float]) -> Watch:
@@ -55,9 +55,9 @@ def clocked(totals: dict[str, float]) -> Watch:
     def around(name: str, program: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **static: Any) -> Any:
             jax.block_until_ready(args)
-            began = clock()
+            start = clock()
             result = jax.block_until_ready(program(*args, **static))
-            totals[name] = totals.get(name, 0.0) + clock() - began
+            totals[name] = totals.get(name, 0.0) + clock() - start
             return result
 
         return run
@@ -79,8 +79,8 @@ class Case:
 
     def __init__(self, folder: Path, fields: dict[str, Any], shapes: WorkloadSizes):
         ours = Ours(folder, shapes, draw_tokens(fields["vocab_size"], shapes, seed=0))
-        more = {"credit": {"method": "oar_g"}, "data": {"max_prompt": shapes.prompt_tokens}}
-        cfg = ours.changed(update={"fused": "never"}, **more)
+        sections = {"credit": {"method": "oar_g"}, "data": {"max_prompt": shapes.prompt_tokens}}
+        cfg = ours.changed(update={"fused": "never"}, **sections)
         run = ours.run_of(cfg)
         self.seconds: dict[str, float] = {}
         self.work = ours.iteration(cfg, watch=clocked(self.seconds))
@@ -152,13 +152,13 @@ def table(result: Mapping[str, Any]) -> Table:
     for name in ("phase", *AXES):
         out.add_column(name, no_wrap=True, justify="left" if name == "phase" else "right")
     for phase, size in result["bytes"].items():
-        mine = [r for r in result["rows"] if r["phase"] == phase]
-        seconds = mine[0]["seconds"]["median"]
-        out.add_row(f"{phase}\n[dim]{seconds:.2g} s, {size / 2**20:.0f} MiB[/dim]", *map(_cell, mine))
+        phase_rows = [r for r in result["rows"] if r["phase"] == phase]
+        seconds = phase_rows[0]["seconds"]["median"]
+        out.add_row(f"{phase}\n[dim]{seconds:.2g} s, {size / 2**20:.0f} MiB[/dim]", *map(_cell, phase_rows))
     return out
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    shown = (row["time"]["median"], row["flops"]), (row["memory"], max(row["flops"], 2))
-    parts = [f"{x:.2f}{'*' * (x > WORSE * bound)}" for x, bound in shown]
+    pairs = (row["time"]["median"], row["flops"]), (row["memory"], max(row["flops"], 2))
+    parts = [f"{x:.2f}{'*' * (x > WORSE * bound)}" for x, bound in pairs]
     return "\n".join([*parts, f"{row['flops']:.2f}"])

@@ -53,8 +53,8 @@ def settled(result: dict[str, Any], peak: Peak, after: Peak) -> dict[str, Any]:
 
 def _without_shares(tree: Any) -> Any:
     if isinstance(tree, Mapping):
-        return {name: None if name == "share_of_peak" else _without_shares(each) for name, each in tree.items()}
-    return [_without_shares(each) for each in tree] if isinstance(tree, list) else tree
+        return {name: None if name == "share_of_peak" else _without_shares(value) for name, value in tree.items()}
+    return [_without_shares(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def share_text(share: Mapping[str, Any] | None) -> str:
@@ -121,16 +121,16 @@ def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: C
     """
     measured = {name: TimedRuns() for name in sides}
     for name, work in sides.items():
-        before, start = compiled.count, time.perf_counter()
+        start_count, start = compiled.count, time.perf_counter()
         reset_peak_memory()
         for _ in range(WARM_UP):
             work()
         measured[name].peak_rss_mb = peak_memory_mb()
         measured[name].warm_up_seconds = time.perf_counter() - start
-        measured[name].compilations = compiled.count - before
+        measured[name].compilations = compiled.count - start_count
     for _ in range(repeats):
         for name, work in sides.items():
-            before = compiled.count
+            start_count = compiled.count
             reset_peak_memory()
             start, start_cpu = time.perf_counter(), time.process_time()
             work()
@@ -138,7 +138,7 @@ def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: C
             m.seconds.append(time.perf_counter() - start)
             m.cpu_seconds.append(time.process_time() - start_cpu)
             m.peak_rss_mb = max(m.peak_rss_mb, peak_memory_mb())
-            m.compilations_warm += compiled.count - before
+            m.compilations_warm += compiled.count - start_count
     return measured
 
 
@@ -152,8 +152,8 @@ def warm(work: Callable[[], Result], compiled: Compilations) -> Result:
         RuntimeError: ten runs in a row compile something.
     """
     for _ in range(10):
-        before, result = compiled.count, work()
-        if compiled.count == before:
+        start_count, result = compiled.count, work()
+        if compiled.count == start_count:
             return result
     raise RuntimeError("bench: ten runs of the same work each compiled a program; its shapes change from run to run")
 

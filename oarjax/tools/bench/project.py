@@ -33,10 +33,10 @@ def document() -> dict[str, Any]:
     """Return every number and every assumption."""
     d, assumed = QWEN_7B, Assumptions()
     flops_of_update = update_flops(d, assumed.row, recomputed=assumed.recomputed)
-    kept = replace(assumed, recomputed=0.0)
+    stored = replace(assumed, recomputed=0.0)
     flops = {}
-    for name, each in credit_flops(d, assumed).items():
-        flops |= {name: each, KEPT: credit_flops(d, kept)[ONE_PASS]} if name == ONE_PASS else {name: each}
+    for name, count in credit_flops(d, assumed).items():
+        flops |= {name: count, KEPT: credit_flops(d, stored)[ONE_PASS]} if name == ONE_PASS else {name: count}
     return {
         "policy": "Qwen2.5-7B",
         "decoder": asdict(d),
@@ -47,7 +47,7 @@ def document() -> dict[str, Any]:
             | {
                 "decode_seconds": decode_seconds(d, chip, assumed),
                 "update_seconds": flops_of_update / (chip.flops * assumed.mfu),
-                "of_grpo": projection(d, chip, assumed) | {KEPT: projection(d, chip, kept)[ONE_PASS]},
+                "of_grpo": projection(d, chip, assumed) | {KEPT: projection(d, chip, stored)[ONE_PASS]},
             }
             for chip in PROJECTED
         ],
@@ -56,7 +56,7 @@ def document() -> dict[str, Any]:
                 "flops": f,
                 "goal": GOALS.get(name),
                 "paper": PAPER.get(name),
-                "rollout_share_at_goal": rollout_share_for(GOALS[name], d, kept if name == KEPT else assumed, flops=f)
+                "rollout_share_at_goal": rollout_share_for(GOALS[name], d, stored if name == KEPT else assumed, flops=f)
                 if name in GOALS
                 else None,
             }

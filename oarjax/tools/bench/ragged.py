@@ -83,8 +83,8 @@ def ragged_config(shapes: Ragged, **sections: dict[str, Any]) -> Config:
         },
         "update": {"microbatch": min(shapes.rows, 4 if cpu else 8)},
     }
-    changed = {name: tree.get(name, {}) | fields for name, fields in sections.items()}
-    return parse_config({"run_dir": "unused"} | tree | changed)
+    merged = {name: tree.get(name, {}) | fields for name, fields in sections.items()}
+    return parse_config({"run_dir": "unused"} | tree | merged)
 
 
 def shape_text(shapes: Ragged) -> str:
@@ -110,19 +110,19 @@ def bench_ragged(
     prompts = PromptBatch(jnp.asarray(ids), jnp.ones(ids.shape, bool), jnp.arange(s.rows, dtype=jnp.int32))
     decoding = Decoding(s.max_new, 1.0, 0, 1.0, tuple(range(s.stops)), PAD)
     sampler = SegmentedSampler(policy, decoding, keys_of=partial(group_keys, group_size=1), group=1)
-    theirs = None
+    generate = None
     if against is not None:
         from oarjax.tools.bench.ragged_against import RaggedTorch
 
         other_side = RaggedTorch(folder, ragged_config(s), **against._asdict())
-        theirs = other_side.waited(partial(other_side.complete, ids))
-        theirs(np.full(s.rows, min(s.max_new, 8)))  # warm
+        generate = other_side.waited(partial(other_side.complete, ids))
+        generate(np.full(s.rows, min(s.max_new, 8)))  # warm
 
     def ours(number: int) -> TimedDraw:
         sampler.spent()
-        began = time.perf_counter()
+        start = time.perf_counter()
         rollout = jax.block_until_ready(sampler(params, prompts, jax.random.key(number)))
-        seconds, spent = time.perf_counter() - began, sampler.spent().metrics()
+        seconds, spent = time.perf_counter() - start, sampler.spent().metrics()
         lengths = np.asarray(rollout.completion).sum(1)
         mean = float(lengths.mean())
         flops = sampling_flops(sizes, prompts=s.rows, rows=s.rows, prompt=s.prompt_tokens, completion=mean)
@@ -130,8 +130,8 @@ def bench_ragged(
 
     def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
         sides = {"oarjax": (first := warm(partial(ours, number), compiled))}
-        if theirs is not None:
-            seconds = seconds_of(partial(theirs, first.lengths))
+        if generate is not None:
+            seconds = seconds_of(partial(generate, first.lengths))
             sides["generate"] = first._replace(seconds=seconds, occupancy=share_in_use(first.lengths), padding=None)
         return {"rollout": sides}
 

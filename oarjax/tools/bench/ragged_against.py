@@ -74,8 +74,8 @@ class RaggedTorch(TorchPolicy):
         for row, length in enumerate(lengths.tolist()):
             if length > answer:
                 end = prompt + length
-                read = slice(end - answer - 1, end - 1)
-                scores = self.importance(ids[row, :end], slice(prompt, end - answer), read)
+                answer_slice = slice(end - answer - 1, end - 1)
+                scores = self.importance(ids[row, :end], slice(prompt, end - answer), answer_slice)
                 out[row, : length - answer] = self.gate(scores[None])[0]
         return out
 

@@ -75,8 +75,8 @@ def as_before(steps: Steps, cfg: Config) -> Steps:
     def padded(program: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, bucket, **static: program(*args, bucket=longest, **static)
 
-    changed = {name: padded(getattr(steps, name)) for name in ("score", "accumulate")}
-    return steps._replace(sample=sample, decoding=Spent, fused_zeros=None, fused_add=None, **changed)
+    programs = {name: padded(getattr(steps, name)) for name in ("score", "accumulate")}
+    return steps._replace(sample=sample, decoding=Spent, fused_zeros=None, fused_add=None, **programs)
 
 
 class RaggedIterations:
@@ -90,8 +90,8 @@ class RaggedIterations:
         self.run = Run(self.cfg, model=self.model, mesh=mesh, stop_ids=tuple(range(s.stops)), pad_id=PAD)
         self.ids = draw_prompts(vocab, s, count=s.rows // s.group_size)
         steps = self.run.steps
-        other = {BEFORE: as_before(steps, self.cfg)} if s.compared == BEFORE else {ALONE: steps._replace(prompt_rows=1)}
-        self.sides = {OURS: steps} | other
+        rival = {BEFORE: as_before(steps, self.cfg)} if s.compared == BEFORE else {ALONE: steps._replace(prompt_rows=1)}
+        self.sides = {OURS: steps} | rival
         numbers = np.arange(len(self.ids), dtype=np.int32)
         prompts = PromptBatch(self.ids, np.ones(self.ids.shape, bool), numbers)  # type: ignore[arg-type]
         self.host = host_of(self.run, prompts, rewards=half_right, find=lambda rollout: last_tokens(rollout, s.answer))
@@ -100,10 +100,10 @@ class RaggedIterations:
 
     def __call__(self, side: str, number: int) -> TimedDraw:
         state = jax.block_until_ready(self.copy(self.start))
-        began = time.perf_counter()
+        start = time.perf_counter()
         state, done = iterate(state, None, number, steps=self.sides[side], host=self.host, cfg=self.cfg)
         jax.block_until_ready(state)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         lengths = np.asarray(done.rollout.completion).sum(1).astype(np.int32)
         occupancy = done.metrics.get("decode_occupancy", share_in_use(lengths))  # without segments there is none
         return TimedDraw(seconds, lengths, self.flops(lengths), occupancy, self.padding(side, done, lengths))
@@ -131,21 +131,21 @@ class TorchIterations:
     def __init__(self, torch_side: RaggedTorch, ids: Int[np.ndarray, "P S"], shapes: Ragged, method: str):
         self.torch, self.shapes, self.method = torch_side, shapes, method
         self.ids = np.repeat(ids, shapes.group_size, axis=0)
-        right = half_right(shapes.rows, shapes.group_size).rewards.reshape(-1, shapes.group_size)
-        advantages = (right - right.mean(1, keepdims=True)) / (right.std(1, ddof=1, keepdims=True) + 1e-4)
+        rewards = half_right(shapes.rows, shapes.group_size).rewards.reshape(-1, shapes.group_size)
+        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
         self.advantages = torch_side.placed(advantages.reshape(-1, 1))
 
     def __call__(self, ours: TimedDraw) -> dict[str, TimedDraw]:
         t, s, lengths = self.torch, self.shapes, ours.lengths
         ids: list[Any] = []
         weights: list[Any] = [self.advantages.new_ones(len(lengths), int(lengths.max()))]
-        both = seconds_of(t.waited(lambda: ids.append(t.complete(self.ids, lengths))))
+        shared_seconds = seconds_of(t.waited(lambda: ids.append(t.complete(self.ids, lengths))))
         if self.method != "uniform":
-            both += seconds_of(t.waited(lambda: weights.append(t.weights(ids[0], lengths, answer=s.answer))))
+            shared_seconds += seconds_of(t.waited(lambda: weights.append(t.weights(ids[0], lengths, answer=s.answer))))
         sides = {}
         for side, sorts in TORCH.items():
             update = partial(t.update, ids[0], lengths, weights[-1] * self.advantages, by_length=sorts)
-            seconds = both + seconds_of(t.waited(update))
+            seconds = shared_seconds + seconds_of(t.waited(update))
             padding = t.padding(lengths, s.prompt_tokens, by_length=sorts)
             sides[side] = ours._replace(seconds=seconds, occupancy=share_in_use(lengths), padding=padding)
         return sides
@@ -168,18 +168,18 @@ def bench_ragged_step(
         from oarjax.tools.bench.ragged_against import RaggedTorch
 
         short = np.full(shapes.rows, min(shapes.max_new, shapes.answer + 8), np.int32)
-        for name, ours in works.items():
-            torch_side = RaggedTorch(folder, ours.cfg, **against._asdict())
-            torch[name] = TorchIterations(torch_side, ours.ids, shapes, CREDIT[name])
+        for name, work in works.items():
+            torch_side = RaggedTorch(folder, work.cfg, **against._asdict())
+            torch[name] = TorchIterations(torch_side, work.ids, shapes, CREDIT[name])
             torch[name](TimedDraw(0.0, short, 0.0, 0.0, None))  # warm
 
     def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
-        drawn = {}
-        for name, ours in works.items():
-            drawn[name] = {side: warm(partial(ours, side, number), compiled) for side in ours.sides}
+        draws = {}
+        for name, work in works.items():
+            draws[name] = {side: warm(partial(work, side, number), compiled) for side in work.sides}
             if name in torch:
-                drawn[name] |= torch[name](drawn[name][OURS])
-        return drawn
+                draws[name] |= torch[name](draws[name][OURS])
+        return draws
 
     workload = "W10" if shapes.compared == BEFORE else "W11"
     name, shape = "ragged iteration", shape_text(shapes)

@@ -90,8 +90,8 @@ class RaggedUpdates:
         longest = [s.prompt_tokens, bucket(int(draw.lengths.max()), s.bucket, s.max_new)]
         rows, b = np.arange(s.rows), cfg.update.microbatch
         return {
-            name: (MinibatchPlan(rows, 1, b, s.rows, each), rollout)
-            for name, each in ((OURS, sizes), (FINER, finer), (PADDED, np.tile(longest, (s.rows, 1))))
+            name: (MinibatchPlan(rows, 1, b, s.rows, row_sizes), rollout)
+            for name, row_sizes in ((OURS, sizes), (FINER, finer), (PADDED, np.tile(longest, (s.rows, 1))))
         }
 
     def works(self, draw: Draw) -> tuple[dict[str, Works], dict[str, float]]:
@@ -115,7 +115,7 @@ class RaggedUpdates:
             ref_logps=None,
             behaviour_logps=None,
         )
-        (rows,) = (self.run.place(each, "microbatches") for each in plan.split(batch))
+        (rows,) = (self.run.place(minibatch, "microbatches") for minibatch in plan.split(batch))
         denominator = steps.denominator(jnp.asarray(rollout.completion))
 
         def work() -> None:
@@ -128,7 +128,7 @@ class RaggedUpdates:
         steps, none = self.scores.steps, np.zeros(rollout.completion.shape, bool)
         span: Any = AnswerSpan(none, none, np.ones(len(none), bool))  # type: ignore[arg-type]
         tree = SampledRows(rollout, span, np.arange(len(none), dtype=np.int32))  # type: ignore[arg-type]
-        (arrays,) = (self.scores.place(each, "microbatches") for each in plan.split(tree))
+        (arrays,) = (self.scores.place(minibatch, "microbatches") for minibatch in plan.split(tree))
         key, probe = jax.random.key(0), self.scores.cfg.credit.probe.mode
         return lambda: jax.block_until_ready(steps.scores(self.params, None, arrays, plan.pieces[0], key, probe=probe))
 
@@ -158,21 +158,21 @@ def bench_ragged_update(
     against: TorchSettings | None,
 ) -> dict[str, Any]:
     """Measure every side in turn on ``repeats`` draws."""
-    ours, torch_side = RaggedUpdates(folder, shapes), None
+    updates, torch_side = RaggedUpdates(folder, shapes), None
     if against is not None:
         from oarjax.tools.bench.ragged_against import RaggedTorch
 
-        torch_side = RaggedTorch(folder, ours.run.cfg, **against._asdict())
-    sizes, microbatch = decoder_of(ours.model), ours.run.cfg.update.microbatch
-    held = shapes.rows / (-(-shapes.rows // microbatch) * microbatch)
+        torch_side = RaggedTorch(folder, updates.run.cfg, **against._asdict())
+    sizes, microbatch = decoder_of(updates.model), updates.run.cfg.update.microbatch
+    occupancy = shapes.rows / (-(-shapes.rows // microbatch) * microbatch)
 
     def draw(number: int) -> dict[str, dict[str, TimedDraw]]:
-        drawn = draw_rows(vocab, shapes, seed=number)
-        works, padding = ours.works(drawn)
+        batch = draw_rows(vocab, shapes, seed=number)
+        works, padding = updates.works(batch)
         if torch_side is not None:
-            theirs, more = torch_works(drawn, torch_side, shapes)
-            works, padding = {name: works[name] | theirs[name] for name in works}, padding | more
-        rows = [RowTokens(shapes.prompt_tokens, int(n)) for n in drawn.lengths]
+            torch_sides, torch_padding = torch_works(batch, torch_side, shapes)
+            works, padding = {name: works[name] | torch_sides[name] for name in works}, padding | torch_padding
+        rows = [RowTokens(shapes.prompt_tokens, int(n)) for n in batch.lengths]
         flops = {
             "update": sum(update_flops(sizes, row) for row in rows),
             "log-probs": sum(scoring_flops(sizes, row) for row in rows),
@@ -183,7 +183,7 @@ def bench_ragged_update(
             if number == 1:
                 work()  # warm
             seconds = warm(partial(seconds_of, work), compiled)
-            return TimedDraw(seconds, drawn.lengths, flops[name], held, padding[side])
+            return TimedDraw(seconds, batch.lengths, flops[name], occupancy, padding[side])
 
         return {name: {side: timed(name, side) for side in sides} for name, sides in works.items()}
 

@@ -35,14 +35,14 @@ def compare(
     draw: Draw, workload: str, name: str, shape: str, *, repeats: int, compiled: Compilations, peak: Peak
 ) -> dict[str, Any]:
     """Time every side in turn on ``repeats`` draws; ratios are to the first side of the same work, draw by draw."""
-    before = compiled.count
+    start_count = compiled.count
     draws = [draw(number) for number in range(1, repeats + 1)]
     rows, lengths = [], []
     for work, sides in draws[0].items():
-        first = [next(iter(each[work].values())) for each in draws]
+        first = [next(iter(timed[work].values())) for timed in draws]
         lengths += [float(run.lengths.mean()) for run in first]
         for side in sides:
-            runs = [each[work][side] for each in draws]
+            runs = [timed[work][side] for timed in draws]
             padding = [run.padding for run in runs if run.padding is not None]
             rows.append(
                 {
@@ -61,7 +61,7 @@ def compare(
         "name": name,
         "what": f"{shape}, {np.mean(lengths):.0f} on average",
         "mean_length": spread(lengths),
-        "compilations": compiled.count - before,
+        "compilations": compiled.count - start_count,
         "rows": rows,
     }
 
@@ -79,10 +79,10 @@ def table(result: Mapping[str, Any]) -> Table:
     def cell(v: Mapping[str, Any] | None, digits: str) -> str:
         return "-" if v is None else f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
 
-    before = ""
+    name = ""
     for row in result["rows"]:
-        ratio = "" if row["name"] != before else cell(row["times_first"], ".2f")
+        ratio = "" if row["name"] != name else cell(row["times_first"], ".2f")
         shares = [cell(row["share_of_peak"], ".1%"), cell(row["occupancy"], ".2f"), cell(row["padding"], ".2f")]
-        out.add_row("" if row["name"] == before else row["name"], row["side"], cell(row[speed], digits), ratio, *shares)
-        before = row["name"]
+        out.add_row("" if row["name"] == name else row["name"], row["side"], cell(row[speed], digits), ratio, *shares)
+        name = row["name"]
     return out

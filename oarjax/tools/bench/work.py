@@ -93,8 +93,8 @@ def make_rows(model: QwenConfig, shapes: WorkloadSizes) -> list[BenchRow]:
     many = f"{s.prompts} x ({s.prompt_tokens}+{s.new_tokens})"
     spans = f"{s.credit_rows} x ({s.prompt_tokens}+{s.reasoning}+{s.cue}+{s.answer})"
     forward = pass_flops(d, tokens=s.prompts * full, context=full / 2, read=s.prompts * full)
-    drawn = s.groups * s.group_size
-    work = Work(RowTokens(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
+    row_count = s.groups * s.group_size
+    work = Work(RowTokens(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=row_count, used=row_count)
     iteration = sum(iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g"))).values())
 
     def scores(method: str) -> float:

@@ -53,12 +53,12 @@ def sample_completions(run: Run, programs: LabPrograms) -> Completions:
         span = run.find_answers(rollout)
         rows = usable_rows(span, shortest=cfg.lab.shortest)
         rows = rows[rows < real][: cfg.lab.problems - len(problems)]
-        enough = len(problems) + len(rows) == cfg.lab.problems
-        considered += int(rows[-1]) + 1 if enough else real
+        is_last = len(problems) + len(rows) == cfg.lab.problems
+        considered += int(rows[-1]) + 1 if is_last else real
         rollouts.append(take(rollout, rows))
         spans.append(take(span, rows))
         problems += [batch_problems[row] for row in rows]
-        if enough:
+        if is_last:
             break
     if not problems:
         raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))

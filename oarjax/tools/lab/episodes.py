@@ -107,18 +107,18 @@ def choose_episodes(
             f"lab: none of {considered} episodes has an answer after a turn; set a trained policy, or the "
             "credit.answer.style of its answers"
         )
-    rollout, known = join(rollouts), np.ones(len(problems), bool)
-    found = Completions(rollout, find_answers(rollout), problems, known, len(problems), considered)
-    return GradedEpisodes(found, answers, np.asarray(rewards, np.float32))
+    rollout, referenced = join(rollouts), np.ones(len(problems), bool)
+    completions = Completions(rollout, find_answers(rollout), problems, referenced, len(problems), considered)
+    return GradedEpisodes(completions, answers, np.asarray(rewards, np.float32))
 
 
 def with_observations(rollout: Rollout, span: AnswerSpan) -> AnswerSpan:
     """Return spans whose units are turns, 2k + 1, and observations before turn k, 2k, up to the answer."""
-    written, answer = np.asarray(rollout.completion), np.asarray(span.answer)
-    turns = np.zeros(written.shape, np.int32) if rollout.origin is None else np.asarray(rollout.origin.turns)
-    before = np.cumsum(answer, axis=1) == 0
-    observed = np.asarray(rollout.extent) & ~written & before & answer.any(1, keepdims=True)
-    units = (2 * turns + written).astype(np.int32)
+    completion, answer = np.asarray(rollout.completion), np.asarray(span.answer)
+    turns = np.zeros(completion.shape, np.int32) if rollout.origin is None else np.asarray(rollout.origin.turns)
+    before_answer = np.cumsum(answer, axis=1) == 0
+    observed = np.asarray(rollout.extent) & ~completion & before_answer & answer.any(1, keepdims=True)
+    units = (2 * turns + completion).astype(np.int32)
     return replace(span, reasoning=np.asarray(span.reasoning) | observed, units=units)  # pyright: ignore[reportArgumentType]
 
 
@@ -129,8 +129,8 @@ def measure_episodes(run: Run) -> EpisodesResult:
         ConfigError: no episode has an answer after a turn.
     """
     cfg, lab = run.cfg, run.cfg.lab
-    named = lab.methods if "methods" in lab.model_fields_set else {cfg.credit.label: {}}
-    methods = {name: changed(cfg.credit, changes) for name, changes in named.items()}
+    settings = lab.methods if "methods" in lab.model_fields_set else {cfg.credit.label: {}}
+    methods = {name: changed(cfg.credit, changes) for name, changes in settings.items()}
     encoded, params = run.train if run.held_out is None else run.held_out, run.load()
     programs = make_programs(run, params)
     with run.console.status("episodes"), run.grader() as grader, ExitStack() as stack:
@@ -148,25 +148,25 @@ def measure_episodes(run: Run) -> EpisodesResult:
     credits = {n: credit_tokens(run, completions, c, scored.get(c), rewards).weights for n, c in methods.items()}
     numbers, extent, episodes = np.asarray(units.units), np.asarray(rollout.extent), []
     for b, turns in enumerate(played_turns(rollout, run.table)):
-        total, before = float(importance[b].sum()), set(numbers[b][np.asarray(completions.span.reasoning)[b]].tolist())
+        total, inside = float(importance[b].sum()), set(numbers[b][np.asarray(completions.span.reasoning)[b]].tolist())
 
         def of(values: np.ndarray, unit: int, b: int = b) -> np.ndarray:
             return values[b][(numbers[b] == unit) & extent[b]]
 
-        each = [
+        lab_turns = [
             LabTurn(
                 observed=turn.observed,
                 observed_importance=float(of(importance, 2 * k).sum()),
                 text=turn.text,
-                importance=(own := float(of(importance, 2 * k + 1).sum())),
-                share=own / total if total and 2 * k + 1 in before else float("nan"),
+                importance=(turn_importance := float(of(importance, 2 * k + 1).sum())),
+                share=turn_importance / total if total and 2 * k + 1 in inside else float("nan"),
                 reward=turn.reward,
                 weights={name: float(of(weights, 2 * k + 1).mean()) for name, weights in credits.items()},
             )
             for k, turn in enumerate(turns)
         ]
         problem = completions.problems[b]
-        episodes.append(LabEpisode(problem.prompt, played.answers[b], problem.reference, float(rewards[b]), each))
+        episodes.append(LabEpisode(problem.prompt, played.answers[b], problem.reference, float(rewards[b]), lab_turns))
     facts = {k: str(v) for k, v in run.facts().items()}
     facts["episodes"] = f"{len(episodes)} with an answer after a turn, out of {completions.considered}"
     return EpisodesResult(cfg.policy.path, facts, episodes)
@@ -178,9 +178,9 @@ def in_batches(
     """Score all rows, ``size`` at a time."""
     rows, parts = len(jax.tree.leaves(trees[0])[0]), []
     for start in range(0, rows, size):
-        chosen = np.resize(np.arange(start, min(start + size, rows)), size)
-        keys = row_keys(jax.random.key(seed), jnp.asarray(chosen))
-        parts.append(jax.device_get(score(*(place(take(tree, chosen)) for tree in trees), keys)))
+        indices = np.resize(np.arange(start, min(start + size, rows)), size)
+        keys = row_keys(jax.random.key(seed), jnp.asarray(indices))
+        parts.append(jax.device_get(score(*(place(take(tree, indices)) for tree in trees), keys)))
     return np.concatenate(parts)[:rows]
 
 
@@ -206,8 +206,8 @@ def cells(episode: LabEpisode) -> list[list[str]]:
 
 def by_turn(result: EpisodesResult) -> str:
     """Say what the turns of each number are worth on average."""
-    most, parts = max(len(episode.turns) for episode in result.episodes), []
-    for k in range(most):
+    max_turns, parts = max(len(episode.turns) for episode in result.episodes), []
+    for k in range(max_turns):
         shares = [e.turns[k].share for e in result.episodes if len(e.turns) > k and not np.isnan(e.turns[k].share)]
         parts += [f"turn {k + 1} {np.mean(shares):.0%} in {len(shares)} episodes"] if shares else []
     return f"Mean share of the importance before the answer: {'; '.join(parts)}."
@@ -240,8 +240,8 @@ def write_episodes(folder: Path, result: EpisodesResult, *, shown: int, html: bo
     write_durably(folder / "credit.json", to_json(asdict(result), indent=1) + "\n")
     if html:
         cards = [
-            asdict(each) | {"reward": short(each.reward), "good": each.reward > 0, "cells": cells(each)}
-            for each in result.episodes[:shown]
+            asdict(episode) | {"reward": short(episode.reward), "good": episode.reward > 0, "cells": cells(episode)}
+            for episode in result.episodes[:shown]
         ]
         write_html(
             folder / "credit.html",

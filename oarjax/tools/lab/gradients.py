@@ -164,8 +164,8 @@ def noise_law(rho: float, moments: WeightMoments) -> float:
     p, p1, p2, o, o2 = (float(np.sum(x)) for x in moments)
     if p == 0:
         return np.nan
-    others = o2 / o if o > 0 else 0.0
-    return _over(rho * p2 / p + (1 - rho) * others, (p1 / p) ** 2)
+    other_ratio = o2 / o if o > 0 else 0.0
+    return _over(rho * p2 / p + (1 - rho) * other_ratio, (p1 / p) ** 2)
 
 
 def score_noise(logps: Float[Array, "B T"], advantages: Float[Array, "B"], mask: Bool[Array, "B T"]) -> Array:
@@ -179,10 +179,10 @@ def score_noise(logps: Float[Array, "B T"], advantages: Float[Array, "B"], mask:
 
 def perfect_weights(pivotal: Bool[Array, "B T"], reasoning: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Return weights with all mass of the reasoning on its pivotal tokens; 1 outside it and in rows without any."""
-    chosen = pivotal & reasoning
-    count = jnp.sum(chosen, axis=-1, keepdims=True)
+    pivotal_inside = pivotal & reasoning
+    count = jnp.sum(pivotal_inside, axis=-1, keepdims=True)
     scale = jnp.sum(reasoning, axis=-1, keepdims=True) / jnp.maximum(count, 1)
-    return jnp.where(reasoning & (count > 0), jnp.where(chosen, scale, 0.0), 1.0)
+    return jnp.where(reasoning & (count > 0), jnp.where(pivotal_inside, scale, 0.0), 1.0)
 
 
 def flattened(tree: Any, *, size: int) -> Float[Array, "K"]:

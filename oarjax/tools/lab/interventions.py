@@ -69,10 +69,10 @@ def branch_prompts(
     begin = length - completion_length
     source = jnp.arange(length - width, length) - (completion_length - branches.until)[:, None]
     rows, at = branches.row[:, None], jnp.maximum(source, 0)
-    changed = (source == begin + branches.at[:, None]) & (branches.at[:, None] >= 0)
-    kept = jnp.where(changed, branches.token[:, None], tokens[rows, at])
+    is_changed = (source == begin + branches.at[:, None]) & (branches.at[:, None] >= 0)
+    ids = jnp.where(is_changed, branches.token[:, None], tokens[rows, at])
     return PromptBatch(
-        tokens=kept.astype(jnp.int32),
+        tokens=ids.astype(jnp.int32),
         valid=valid[rows, at] & (source >= 0),
         problem=branches.row.astype(jnp.int32),
     )
@@ -97,8 +97,8 @@ def answer_choice_changes(
     pass over the suffixes replaces a decoding per token; ``chunk`` and ``buckets`` are those of exact OAR-P.
     """
     params = policy.head(jax.lax.stop_gradient(params))
-    kept = places(answer.shape[1], chunk=chunk, buckets=buckets)
-    clean = stored_pass(policy, params, tokens, valid, **kept)
+    options = places(answer.shape[1], chunk=chunk, buckets=buckets)
+    clean = stored_pass(policy, params, tokens, valid, **options)
     completion = tokens[:, -answer.shape[1] :]
 
     def departs(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
@@ -117,5 +117,5 @@ def answer_choice_changes(
     usable = reasoning & answer.any(axis=1, keepdims=True)
     first = first_of_unit(usable, None)
     replacement = policy.embed(params, other)
-    changed = over_counterfactuals(policy, params, clean, first, replacement, departs, chunk=chunk, buckets=buckets)
-    return changed > 0.5
+    changes = over_counterfactuals(policy, params, clean, first, replacement, departs, chunk=chunk, buckets=buckets)
+    return changes > 0.5

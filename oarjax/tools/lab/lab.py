@@ -58,8 +58,8 @@ class MethodScores:
 
 def completion_rewards(rewards_of: RewardsOf, completions: Completions) -> np.ndarray:
     """Grade every completion by the first reward; NaN where the reference is unknown."""
-    whole = [Continuation(ids, True) for ids in completion_ids(completions.rollout)]
-    return rewards_of(range(len(whole)), whole)
+    continuations = [Continuation(ids, True) for ids in completion_ids(completions.rollout)]
+    return rewards_of(range(len(continuations)), continuations)
 
 
 def grade_continuations(
@@ -137,7 +137,7 @@ def _batches(rows: int, batch: int) -> list[np.ndarray]:
 def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> Any:
     """Map ``fn`` over all rows of the trees, ``batch`` at a time, and join the results."""
     rows = len(jax.tree.leaves(trees)[0])
-    parts = [jax.device_get(fn(*take(trees, chosen))) for chosen in _batches(rows, batch)]
+    parts = [jax.device_get(fn(*take(trees, indices))) for indices in _batches(rows, batch)]
     return jax.tree.map(lambda *xs: np.concatenate(xs)[:rows], *parts)
 
 
@@ -157,30 +157,30 @@ def score_methods(
     noisy: dict[Any, bool] = {}
     for credit in credits:
         method = with_method(run, credit)
-        needed, read = method.credit.signals, method.credit.measures
+        signals, measures = method.credit.signals, method.credit.measures
         noisy[credit] = method.credit.draws_noise
-        if "importance" in needed and read:
+        if "importance" in signals and measures:
             raise ConfigError(
                 f"lab.methods: expected methods with one signal, got {credit.function}, which needs importance and "
-                f"{', '.join(sorted(read))}; leave it out, or compute one of the two in the method itself"
+                f"{', '.join(sorted(measures))}; leave it out, or compute one of the two in the method itself"
             )
-        if "importance" in needed:
+        if "importance" in signals:
             scorers[credit] = programs.attribute(credit), method.find_answers(rollout)
-        elif read:
-            scorers[credit] = programs.measure(read), lab_hints(run, completions, credit)
+        elif measures:
+            scorers[credit] = programs.measure(measures), lab_hints(run, completions, credit)
     jitted = {credit: jax.jit(fn) for credit, (fn, _) in scorers.items()}
     out: dict[Any, list[tuple[Any, Any, float, float]]] = {credit: [] for credit in scorers}
     counters: dict[Any, Callable[..., float]] = {}
     keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
-    for number, chosen in enumerate(_batches(len(completions.problems), lab.batch)):
-        part = run.place(take(replace(rollout, origin=None), chosen), "rows")
-        first, second = (row_keys(key, jnp.asarray(chosen)) for key in keys)
-        forward = programs.params, part, take(completions.span, chosen), first
+    for number, indices in enumerate(_batches(len(completions.problems), lab.batch)):
+        part = run.place(take(replace(rollout, origin=None), indices), "rows")
+        first, second = (row_keys(key, jnp.asarray(indices)) for key in keys)
+        forward = programs.params, part, take(completions.span, indices), first
         if number == 0:
             counters[None] = flop_counter(programs.forward, *forward)
         unit = counters[None](*forward)
         for credit, (fn, span) in scorers.items():
-            args = programs.params, part, run.place(take(span, chosen), "rows")
+            args = programs.params, part, run.place(take(span, indices), "rows")
             if number == 0:
                 counters[credit] = flop_counter(fn, *args, first)
                 for _ in range(WARM_UP):
@@ -228,13 +228,13 @@ def credit_tokens(
     method = with_method(run, credit)
     weigh = method.credit.weigher(keyword_table=method.keyword_table)
     rollout, kind = completions.rollout, method.credit.kind
-    found = replace(completions.span, units=method.find_answers(rollout).units)
-    span, is_token = jax.tree.map(jnp.asarray, (found, rollout.completion))
+    answers = replace(completions.span, units=method.find_answers(rollout).units)
+    span, is_token = jax.tree.map(jnp.asarray, (answers, rollout.completion))
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
     hints = lab_hints(run, completions, credit)
     _, groups = np.unique([p.index for p in completions.problems], return_inverse=True)
-    others = {"marks": hints.marks, "turns": hints.turns, "groups": groups}
-    others["tokens"] = np.asarray(rollout.tokens)[:, -is_token.shape[1] :]
+    extras = {"marks": hints.marks, "turns": hints.turns, "groups": groups}
+    extras["tokens"] = np.asarray(rollout.tokens)[:, -is_token.shape[1] :]
 
     @jax.jit  # all as arguments: XLA would spend seconds on folding constants
     def weights_of(
@@ -246,7 +246,7 @@ def credit_tokens(
 
     def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         by_name = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
-        inputs = jax.tree.map(jnp.asarray, others | by_name)
+        inputs = jax.tree.map(jnp.asarray, extras | by_name)
         weights = np.asarray(weights_of(inputs, span, advantages, is_token, key))
         if credit.method == "random":
             return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
@@ -280,7 +280,7 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
     credited = {name: credit_tokens(run, completions, c, scored.get(c), rewards) for name, c in methods.items()}
     reasoning = np.asarray(completions.span.reasoning)
     texts = [token_texts([run.table[i] for i in ids]) for ids in completion_ids(completions.rollout)]
-    known, wrong_step = known_tokens(
+    computed, wrong_step = known_tokens(
         cfg.data.eval or cfg.data.train, completions.problems, texts, reasoning, rewards
     ) or (None, None)
     evidence = CausalEvidence(
@@ -288,7 +288,7 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
         jnp.asarray(scored[exact].scores),
         jnp.asarray(direct.flips),
         jnp.asarray(total.flips) if completions.referenced.any() else None,
-        None if known is None else jnp.asarray(known),
+        None if computed is None else jnp.asarray(computed),
         None if wrong_step is None else jnp.asarray(wrong_step),
     )
     over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
@@ -313,8 +313,8 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
         figures["seconds"] = over_batches(no_cost if cost is None else cost.seconds)
         results.append(MethodResult(name, lab.methods[name], figures))
     masks = {"direct": (direct.flips, direct.usable), "total": (total.flips, total.usable)}
-    if known is not None:
-        masks["computed"] = known, np.ones(len(known), bool)
+    if computed is not None:
+        masks["computed"] = computed, np.ones(len(computed), bool)
     shares = {
         name: over_problems(np.where(usable, (mask & reasoning).sum(1) / reasoning.sum(1), np.nan))
         for name, (mask, usable) in masks.items()
@@ -349,7 +349,7 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
             credited,
             direct.flips,
             total.flips,
-            known,
+            computed,
             wrong_step,
         ),
         values=compare_values(run, programs, rewards_of, completions) if lab.continuations else None,
@@ -382,14 +382,14 @@ def known_tokens(
 
     None for a task that is not built in.
     """
-    known, wrong_step = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
+    computed, wrong_step = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
     for row, (problem, tokens) in enumerate(zip(problems, texts)):
         truth = token_truth(data, problem.prompt, tokens)
         if truth is None:
             return None
-        known[row, : len(tokens)] = truth.computed
+        computed[row, : len(tokens)] = truth.computed
         wrong_step[row, : len(tokens)] = truth.wrong_step
-    return known & reasoning, wrong_step & reasoning & (rewards <= 0)[:, None]
+    return computed & reasoning, wrong_step & reasoning & (rewards <= 0)[:, None]
 
 
 def collect_completions(

@@ -174,9 +174,9 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
     width = widest_prompt(cfg.data, cfg.rollout)
     by_length = {"prompt_bucket": cfg.rollout.prompt_bucket, "completion_bucket": cfg.rollout.completion_bucket}
     options = {"steps": steps, "host": host, "rollout": cfg.rollout, "refills": cfg.update.refills}
-    drawn = [draw(state, n, **options) for n in range(1, cfg.lab.gradients.minibatches + 1)]
+    draws = [draw(state, n, **options) for n in range(1, cfg.lab.gradients.minibatches + 1)]
     out = []
-    for problems, rollout, grading, *_ in drawn:
+    for problems, rollout, grading, *_ in draws:
         grades = grading()
         rewards = np.asarray(grades.rewards)
         graded = np.isfinite(rewards)

@@ -54,33 +54,33 @@ def decode_branches(
     """
     total, length = rollout.completion.shape[1], rollout.tokens.shape[1]
     prompt = np.asarray(rollout.valid[:, : length - total]).sum(1)
-    needed = np.array([prompt[b.row] + b.until for b in branches], int)
-    order = np.argsort(needed, kind="stable")
+    lengths = np.array([prompt[b.row] + b.until for b in branches], int)
+    order = np.argsort(lengths, kind="stable")
     out: list[Continuation] = [Continuation([], False)] * len(branches)
     for start in range(0, len(order), rows):
-        chosen = order[start : start + rows]
-        filled = np.resize(chosen, rows)  # the last batch keeps the others' shape
+        indices = order[start : start + rows]
+        filled = np.resize(indices, rows)  # the last batch keeps the others' shape
         fields = zip(*(branches[int(i)][:4] for i in filled))
-        limit = max(branches[i].limit for i in chosen)
+        limit = max(branches[i].limit for i in indices)
         decoded = decode(
             rollout.tokens,  # type: ignore[arg-type]
             rollout.valid,  # type: ignore[arg-type]
             Branches(*(np.array(f, np.int32) for f in fields)),  # type: ignore[arg-type]
-            width=bucket(int(needed[chosen].max()), -(-length // 4), length),
+            width=bucket(int(lengths[indices].max()), -(-length // 4), length),
             max_new=bucket(limit, max(-(-total // 4), 1), max(total, limit)),
         )
-        for k, i in enumerate(chosen):
+        for k, i in enumerate(indices):
             branch = branches[i]
             is_token = np.asarray(decoded.completion[k])
-            new = np.asarray(decoded.tokens[k, -len(is_token) :])[is_token].tolist()
-            kept = np.asarray(rollout.tokens[branch.row, length - total :])[: branch.until].tolist()
+            new_ids = np.asarray(decoded.tokens[k, -len(is_token) :])[is_token].tolist()
+            ids = np.asarray(rollout.tokens[branch.row, length - total :])[: branch.until].tolist()
             if branch.at >= 0:
-                kept[branch.at] = branch.token
+                ids[branch.at] = branch.token
             if branch.at == branch.until - 1 and branch.token in stop_ids:
-                out[i] = Continuation(kept, True)
+                out[i] = Continuation(ids, True)
                 continue
-            ended = bool(decoded.ended[k]) and len(new) <= branch.limit
-            out[i] = Continuation(kept + new[: branch.limit], ended)
+            has_ended = bool(decoded.ended[k]) and len(new_ids) <= branch.limit
+            out[i] = Continuation(ids + new_ids[: branch.limit], has_ended)
     return out
 
 
@@ -126,10 +126,10 @@ def direct_flips(
     usable = np.array([clean_answers.get(r) is not None for r in range(len(begins))])
     departs = np.zeros(decoded_part.shape, bool)
     for start in range(0, len(begins), batch):
-        chosen = np.resize(np.arange(start, min(start + batch, len(begins))), batch)
-        part = take(rewritten, chosen)
+        indices = np.resize(np.arange(start, min(start + batch, len(begins))), batch)
+        part = take(rewritten, indices)
         masks = (np.pad(reasoning & usable[:, None], wide), decoded_part, np.pad(np.asarray(choice.other), wide))
-        departs[chosen] = np.asarray(changes(part, *(x[chosen] for x in masks)))
+        departs[indices] = np.asarray(changes(part, *(x[indices] for x in masks)))
     candidates = np.argwhere(departs[:, :total] & reasoning)
     branches = [Branch(int(r), int(begins[r]), int(t), int(choice.other[r, t]), answer_tokens) for r, t in candidates]
     flips = np.zeros(reasoning.shape, bool)
@@ -150,7 +150,7 @@ def _replace_completions(
     for row, ids in completions.items():
         tokens[row, : len(ids)], is_token[row, : len(ids)] = ids, True
     zeros = np.zeros(tokens.shape, np.float32)
-    whole = Rollout(
+    result = Rollout(
         tokens=np.concatenate([rollout.tokens[:, :split], tokens], 1),  # type: ignore[arg-type]
         valid=np.concatenate([rollout.valid[:, :split], is_token], 1),  # type: ignore[arg-type]
         completion=is_token,  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def _replace_completions(
         filtered_logps=zeros,  # type: ignore[arg-type]
         ended=rollout.ended,
     )
-    return whole, is_token & (np.arange(length) >= begins[:, None])
+    return result, is_token & (np.arange(length) >= begins[:, None])
 
 
 class Total(NamedTuple):
@@ -190,20 +190,20 @@ def total_flips(
     total = is_token.shape[1]
     completion = np.asarray(rollout.tokens)[:, -total:]
     departs = is_token & (completion != np.asarray(choice.first))
-    changed = [(int(r), int(t)) for r, t in np.argwhere(reasoning)]
+    positions = [(int(r), int(t)) for r, t in np.argwhere(reasoning)]
     # First token after t that is not the first choice: the unchanged text's greedy continuation ends before it.
     upto = np.full((len(is_token), total + 1), total)
     for t in range(total - 1, -1, -1):
         upto[:, t] = np.where(departs[:, t], t, upto[:, t + 1])
-    kept = sorted({(r, int(upto[r, t + 1])) for r, t in changed if upto[r, t + 1] < total})
-    branches = [Branch(r, t + 1, t, int(choice.other[r, t]), limit - t - 1) for r, t in changed]
-    branches += [Branch(r, u, -1, 0, limit - u) for r, u in kept]
+    ends = sorted({(r, int(upto[r, t + 1])) for r, t in positions if upto[r, t + 1] < total})
+    branches = [Branch(r, t + 1, t, int(choice.other[r, t]), limit - t - 1) for r, t in positions]
+    branches += [Branch(r, u, -1, 0, limit - u) for r, u in ends]
     continuations = decode_branches(decode, rollout, branches, rows=rows, stop_ids=stop_ids)
     values = rewards_of([b.row for b in branches], continuations)
-    unchanged = dict(zip(kept, values[len(changed) :]))
+    unchanged = dict(zip(ends, values[len(positions) :]))
     flips, usable = np.zeros(reasoning.shape, bool), np.isfinite(np.asarray(rewards, np.float32))
-    for (r, t), value in zip(changed, values):
-        other = unchanged.get((r, int(upto[r, t + 1])), rewards[r])
-        usable[r] &= bool(np.isfinite(value) and np.isfinite(other))
-        flips[r, t] = value != other
+    for (r, t), value in zip(positions, values):
+        baseline = unchanged.get((r, int(upto[r, t + 1])), rewards[r])
+        usable[r] &= bool(np.isfinite(value) and np.isfinite(baseline))
+        flips[r, t] = value != baseline
     return Total(flips & usable[:, None], usable, len(branches))

@@ -34,7 +34,7 @@ def write_lab_page(path: Path, result: LabResult) -> None:
         "tools/lab/page.html",
         title=f"{result.title}: token credit",
         facts=result.facts,
-        tables=[_table(shown, title, columns) for title, columns, shown in tables(result)],
+        tables=[_table(part, title, columns) for title, columns, part in tables(result)],
         oracles={k: f"{100 * v.mean:.1f}%" for k, v in result.oracles.items() if math.isfinite(v.mean)},
         interval=result.interval,
         notes=notes_of(result),
@@ -94,11 +94,11 @@ def _card(c: LabCompletion, names: list[str]) -> dict[str, Any]:
 
 
 def _table(result: LabResult, title: str, columns: Any) -> dict[str, Any]:
-    chosen = shown_columns(result, columns)
+    table_columns = shown_columns(result, columns)
     return {
         "title": title,
-        "header": ["method", *(c.heading for c in chosen)],
-        "lines": table_cells(result, chosen),
+        "header": ["method", *(c.heading for c in table_columns)],
+        "lines": table_cells(result, table_columns),
         "best": BEST,
-        "note": legend(result, chosen),
+        "note": legend(result, table_columns),
     }

@@ -198,16 +198,16 @@ def value_notes(values: Mapping[str, Interval]) -> list[str]:
 
 def print_lab(console: Console, result: LabResult) -> None:
     """Print the tables, each within 80 columns."""
-    for title, columns, shown in tables(result):
-        chosen = shown_columns(shown, columns)
+    for title, columns, part in tables(result):
+        table_columns = shown_columns(part, columns)
         table = Table(
-            title=title, title_justify="left", caption=legend(shown, columns), caption_justify="left",
+            title=title, title_justify="left", caption=legend(part, columns), caption_justify="left",
             box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
         )  # fmt: skip
         table.add_column("method")
-        for column in chosen:
+        for column in table_columns:
             table.add_column(column.heading, justify="right", no_wrap=True)
-        for line in table_cells(shown, chosen):
+        for line in table_cells(part, table_columns):
             style = "dim" if line[0] == BEST else ""
             table.add_row(*(Text(visible(text), style=style) for text in line))
         console.print(table)

@@ -66,15 +66,15 @@ def value_figures(
 
     mass = np.where(listed, pi, 0)
     v, q = np.where(listed, v, 0), np.where(listed, q, 0)
-    ours, theirs = centred(v), centred(q)
-    spread = ours.std() * theirs.std() if len(ours) else 0.0
-    noise = np.mean((q * (1 - q))[listed]) / max(continuations - 1, 1) if len(ours) else np.nan
-    clear = np.abs(theirs) >= 1 / sqrt(continuations)
+    dv, dq = centred(v), centred(q)
+    spread = dv.std() * dq.std() if len(dv) else 0.0
+    noise = np.mean((q * (1 - q))[listed]) / max(continuations - 1, 1) if len(dv) else np.nan
+    clear = np.abs(dq) >= 1 / sqrt(continuations)
     of_drawn, of_others = (v - q)[listed & drawn], (v - q)[listed & ~drawn]
     return {
-        "correlation": float(np.mean((ours - ours.mean()) * (theirs - theirs.mean())) / spread) if spread else np.nan,
-        "ceiling": sqrt(max(0.0, 1 - noise / theirs.var())) if spread and continuations > 1 else np.nan,
-        "sign": float(np.mean(np.sign(ours[clear]) == np.sign(theirs[clear]))) if clear.any() else np.nan,
+        "correlation": float(np.mean((dv - dv.mean()) * (dq - dq.mean())) / spread) if spread else np.nan,
+        "ceiling": sqrt(max(0.0, 1 - noise / dq.var())) if spread and continuations > 1 else np.nan,
+        "sign": float(np.mean(np.sign(dv[clear]) == np.sign(dq[clear]))) if clear.any() else np.nan,
         "bias_drawn": float(of_drawn.mean()) if len(of_drawn) else np.nan,
         "bias_others": float(of_others.mean()) if len(of_others) else np.nan,
     }
@@ -91,9 +91,9 @@ def compare_values(
     credit = changed(cfg.credit, {"method": "signed_values", "answer": {"source": "reference"}})
     rows = np.flatnonzero(completions.referenced)
     targets = [encode(run.tokenizer, completions.problems[r].reference) for r in rows]
-    more = {"room": bucket(max(map(len, targets)) + 1, 8), "token_bytes": run.table, "stop_id": run.stop_ids[0]}
-    drawn = take(completions.rollout, rows), take(completions.span, rows)
-    probed = with_endings(credit, *drawn, [([], target) for target in targets], **more)  # all wrote a cue of their own
+    args = {"room": bucket(max(map(len, targets)) + 1, 8), "token_bytes": run.table, "stop_id": run.stop_ids[0]}
+    pair = take(completions.rollout, rows), take(completions.span, rows)
+    probed = with_endings(credit, *pair, [([], target) for target in targets], **args)  # all wrote a cue of their own
     program, key = programs.value(credit), jax.random.key(cfg.seed)
     keys = map(partial(jax.random.fold_in, key), itertools.count(1))
 
@@ -138,20 +138,20 @@ def measure_values(
         limit: tokens of a completion at most.
     """
     rows = np.flatnonzero(completions.referenced)
-    places = [(r, *place) for r, place in itertools.product(range(len(rows)), np.ndindex(tokens.ids.shape[1:]))]
-    places = [place for place in places if tokens.listed[place]]
+    places = [(r, *index) for r, index in itertools.product(range(len(rows)), np.ndindex(tokens.ids.shape[1:]))]
+    places = [index for index in places if tokens.listed[index]]
     at = [int(tokens.at[r, k]) for r, k, _ in places]
-    one = [Branch(int(rows[place[0]]), t + 1, t, int(tokens.ids[place]), limit - t - 1) for place, t in zip(places, at)]
+    one = [Branch(int(rows[index[0]]), t + 1, t, int(tokens.ids[index]), limit - t - 1) for index, t in zip(places, at)]
     forced = [branch for branch in one for _ in range(continuations)]
     ends = decode_branches(decode, completions.rollout, forced, rows=branches, stop_ids=stop_ids)
     rewards = rewards_of([branch.row for branch in forced], ends)
     q = np.full(tokens.ids.shape, np.nan)
-    for place, values in zip(places, rewards.reshape(-1, continuations)):
-        q[place] = values.mean()
+    for index, values in zip(places, rewards.reshape(-1, continuations)):
+        q[index] = values.mean()
     _, problem = np.unique([completions.problems[r].prompt for r in rows], return_inverse=True)
-    written = np.asarray(completions.rollout.tokens)[rows][:, -completions.rollout.completion.shape[1] :]
-    drawn = tokens.ids == np.take_along_axis(written, tokens.at, axis=1)[..., None]
-    arrays = tokens.v, q, tokens.pi, tokens.listed & np.isfinite(q), drawn
+    token_ids = np.asarray(completions.rollout.tokens)[rows][:, -completions.rollout.completion.shape[1] :]
+    is_drawn = tokens.ids == np.take_along_axis(token_ids, tokens.at, axis=1)[..., None]
+    arrays = tokens.v, q, tokens.pi, tokens.listed & np.isfinite(q), is_drawn
     return _with_intervals(arrays, problem, continuations=continuations)
 
 
@@ -164,8 +164,8 @@ def list_tokens(value: Callable[[Any, Any], Any], probed: tuple[Any, ...], *, ro
     """
     parts = []
     for start in range(0, rows, batch):
-        chosen = np.minimum(np.arange(start, start + batch), rows - 1)  # the last batch is filled up
-        parts.append(jax.device_get(value(take(probed, chosen), chosen)))
+        indices = np.minimum(np.arange(start, start + batch), rows - 1)  # the last batch is filled up
+        parts.append(jax.device_get(value(take(probed, indices), indices)))
     return ListedTokens(*(np.concatenate(x)[:rows] for x in zip(*parts)))
 
 
@@ -177,6 +177,6 @@ def _with_intervals(
     def figures(kept: Bool[np.ndarray, "R"]) -> dict[str, float]:
         return value_figures(*(x[kept] for x in arrays), continuations=continuations)
 
-    whole = figures(np.ones(len(problem), bool))
+    estimates = figures(np.ones(len(problem), bool))
     left_out = [figures(problem != p) for p in range(problem.max() + 1)]
-    return {name: jackknife_interval(x, np.array([each[name] for each in left_out])) for name, x in whole.items()}
+    return {name: jackknife_interval(x, np.array([row[name] for row in left_out])) for name, x in estimates.items()}

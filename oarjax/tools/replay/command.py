@@ -68,8 +68,8 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
         UntrustedCode: the file names code that is not known to be the user's, and ``trust_code`` is not set.
     """
     folder = file.absolute().parent.parent
-    kept = {name: value for name, value in without_removed(header.config).items() if name not in MACHINE}
-    cfg = parse_config(kept | {"run_dir": str(folder)}, source=str(file))
+    tree = {name: value for name, value in without_removed(header.config).items() if name not in MACHINE}
+    cfg = parse_config(tree | {"run_dir": str(folder)}, source=str(file))
     check_trust(code_places(cfg), folder, source=str(file), trusted=trust_code)
     cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"), rollout=changed(cfg.rollout, tensor=None))
     choose_platform(device)
@@ -150,14 +150,14 @@ def _show_header(console: Console, header: Header, step: int) -> None:
 
 
 def _show(console: Console, finding: Finding) -> None:
-    shown = [row for row in finding.rows if row.recorded or row.replayed] or finding.rows[:5]
+    rows = [row for row in finding.rows if row.recorded or row.replayed] or finding.rows[:5]
     table = Table("row", "first in the run", "first in float32", "loss", "gradient norm")
-    for row in shown[:SHOWN]:
+    for row in rows[:SHOWN]:
         texts = (row.recorded or "-", row.replayed or "-", short(row.loss), short(row.grad_norm))
         table.add_row(str(row.row), *texts)
     console.print(table)
-    if len(shown) > SHOWN:
-        console.print(f"and {len(shown) - SHOWN} more rows")
+    if len(rows) > SHOWN:
+        console.print(f"and {len(rows) - SHOWN} more rows")
     table = Table("parameters", "not finite", "rows with such a gradient", "layers", "gradient norm")
     bad = [g for g in finding.groups if g.params or g.rows]
     for group in (bad or finding.groups)[:SHOWN]:

@@ -124,14 +124,14 @@ def replay(
         row = jax.tree.map(lambda x, i=i: x[i : i + 1], batch)
         gradient, row_check = check(params, frozen, gradient, row, denominator)
         checks[i] = jax.device_get(row_check)
-    kept = flat(evidence)
-    recorded = (kept.scores, kept.weights, kept.advantages)
+    flat_evidence = flat(evidence)
+    recorded = (flat_evidence.scores, flat_evidence.weights, flat_evidence.advantages)
     replayed = (jax.device_get(scores), np.asarray(weights), np.asarray(advantages))
     mask, reasoning = np.asarray(completion), np.asarray(span.reasoning)
     findings = [
         RowFinding(
-            row=int(kept.numbers[i]),
-            recorded=_recorded(i, kept, *recorded, mask, reasoning),
+            row=int(flat_evidence.numbers[i]),
+            recorded=_recorded(i, flat_evidence, *recorded, mask, reasoning),
             replayed=_replayed(i, checks[i], *replayed, mask, reasoning),
             loss=float(checks[i].loss.value),
             grad_norm=float(checks[i].grad_norm),
@@ -149,9 +149,9 @@ def _scores(
 ) -> Scores:
     """Compute scores with the run's program."""
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
-    whole = join_params(frozen, params)
+    all_params = join_params(frozen, params)
     rows = SampledRows(e.rollout, e.span, e.numbers, e.probed, e.hints)
-    return run.steps.score(whole, reference, rows, noise, 0, e.used, probe=cast(ProbeMode, header.probe))
+    return run.steps.score(all_params, reference, rows, noise, 0, e.used, probe=cast(ProbeMode, header.probe))
 
 
 def _weights(
@@ -264,15 +264,13 @@ def _place(header: Header, rows: list[RowFinding], groups: list[GroupFinding], g
             f"the params themselves: {group.name}{where} ({sum(g.params for g in damaged)} numbers in {len(damaged)} "
             "groups); go back to an earlier checkpoint"
         )
-    again = [row for row in rows if row.replayed]
-    if again:
-        first = again[0]
+    bad = [row for row in rows if row.replayed]
+    if bad:
+        first = bad[0]
         where = ""
         if first.replayed == "gradient":
             where = f", in the backward pass first at {_last_group(groups)}"
-        return (
-            f"{first.replayed} of row {first.row}{where}; {len(again)} of {len(rows)} rows have such values in float32"
-        )
+        return f"{first.replayed} of row {first.row}{where}; {len(bad)} of {len(rows)} rows have such values in float32"
     if not np.isfinite(grad_norm):
         return "the sum of the rows' gradients, each of them finite: lower the rewards or the size of the batch"
     recorded = [row for row in rows if row.recorded]

@@ -62,25 +62,25 @@ def run(
     study = load_study(config, list(overrides), quick=quick)
     refuse_special(Path(study.run_dir).expanduser())
     plan = plan_so_far(study)
-    for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
-        _refuse_another_run(each)
+    for cfg in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
+        _refuse_another_run(cfg)
     if page is not None:
         around(page, plan.root.name)
     workers = _workers(plan, jobs)
-    shown = shlex.join(["oarjax", "study", str(config), *overrides, *(["--quick"] if quick else [])])
+    command_line = shlex.join(["oarjax", "study", str(config), *overrides, *(["--quick"] if quick else [])])
     with locked(plan.root, option="run_dir=...") if workers else nullcontext():
-        _run(study, plan, workers, shown, page, console)
+        _run(study, plan, workers, command_line, page, console)
 
 
 def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Path | None, console: Console) -> None:
     """Train what is left and write the results; call with the study's folder locked."""
     todo: list[Job] = []
     failed: list[Outcome] = []
-    told = False
+    is_printed = False
     while not failed:
-        if study.choose is not None and len(plan.arms) == len(study.arms) and not told:
+        if study.choose is not None and len(plan.arms) == len(study.arms) and not is_printed:
             console.print(budget_text(collect(plan)["budget"]), markup=False, soft_wrap=True)
-            told = True
+            is_printed = True
         todo = tasks(plan) if workers else []
         starts = sum(job.task["kind"] == "start" for job in todo)
         later = f", then {plan.total - len(plan.runs)} that confirm" if plan.total > len(plan.runs) else ""
@@ -114,7 +114,7 @@ def record_finished(plan: StudyPlan, seconds: Mapping[str, float]) -> None:
     if plan.study.records is None:
         return
     path = Path(plan.study.records).expanduser()
-    kept, new = read_records(path), []
+    records, new_records = read_records(path), []
     values = {
         run.config.run_dir: value
         for name, by_value in plan.trials.items()
@@ -122,25 +122,25 @@ def record_finished(plan: StudyPlan, seconds: Mapping[str, float]) -> None:
         for run in runs
     }
     for run in plan.runs:
-        if run.digest not in kept and finished(run):
+        if run.digest not in records and finished(run):
             took = seconds.get(f"seed {run.seed}, {run.name}", math.nan)
-            new.append(record_of(run, values.get(run.config.run_dir), took))
-    add_records(path, new)
+            new_records.append(record_of(run, values.get(run.config.run_dir), took))
+    add_records(path, new_records)
 
 
 def tasks(plan: StudyPlan) -> list[Job]:
     """List a job for every missing start and every unfinished run that the study asks for now."""
     tried = [run for values in plan.trials.values() for runs in values for run in runs]
-    left = [planned for planned in (plan.runs if plan.study.confirm else tried) if not finished(planned)]
-    seeds = dict.fromkeys(planned.seed for planned in left)
-    started = [seed for seed in seeds if _started(plan.starts[seed])]
+    unfinished = [planned for planned in (plan.runs if plan.study.confirm else tried) if not finished(planned)]
+    seeds = dict.fromkeys(planned.seed for planned in unfinished)
+    started_seeds = [seed for seed in seeds if _started(plan.starts[seed])]
     jobs = [
         Job(
             f"seed {seed}, start",
             {"kind": "start", "folder": plan.starts[seed].run_dir, "config": plan.starts[seed].model_dump(mode="json")},
         )
         for seed in seeds
-        if seed not in started
+        if seed not in started_seeds
     ]
     return jobs + [
         Job(
@@ -154,7 +154,7 @@ def tasks(plan: StudyPlan) -> list[Job]:
             needs=f"seed {planned.seed}, start",
             like=planned.name,
         )
-        for planned in left
+        for planned in unfinished
     ]
 
 
@@ -217,15 +217,15 @@ def _workers(plan: StudyPlan, jobs: int | None) -> int:
 
 def _reporter(console: Console, plan: StudyPlan, total: int) -> Callable[[Outcome, int], None]:
     """Return a function that prints a line for each job at its end."""
-    began = time.monotonic()
+    start = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
     until = "left" if plan.total == len(plan.runs) else "left until the values are chosen"
 
     def report(outcome: Outcome, left: int) -> None:
-        done = total - left
+        count = total - left
         if outcome.error is None:
             record_finished(plan, {outcome.name: outcome.seconds})
-        line = f"[{done}/{total}] {outcome.name}: "
+        line = f"[{count}/{total}] {outcome.name}: "
         if outcome.error is not None:
             console.print(line + "FAILED", markup=False)
             console.print(outcome.error.rstrip(), markup=False, soft_wrap=True)
@@ -235,7 +235,7 @@ def _reporter(console: Console, plan: StudyPlan, total: int) -> Callable[[Outcom
             records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
             shares = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
             line += f", pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%" if shares else ""
-            line += f"; about {(time.monotonic() - began) / done * left / 60:.0f} min {until}"
+            line += f"; about {(time.monotonic() - start) / count * left / 60:.0f} min {until}"
         console.print(line, markup=False)
 
     return report

@@ -59,8 +59,8 @@ class SweepConfig(Section):
     def _values(self) -> SweepConfig:
         bad = [name for name, values in self.over.items() if len({json.dumps(v) for v in values}) < max(len(values), 1)]
         if not self.over or bad:
-            named = f"of {', '.join(bad)}" if bad else "for at least one field"
-            raise ValueError(f"over: expected at least one value {named}, each once")
+            what = f"of {', '.join(bad)}" if bad else "for at least one field"
+            raise ValueError(f"over: expected at least one value {what}, each once")
         return self
 
 
@@ -98,9 +98,9 @@ class ChooseConfig(Section):
 
     def with_next(self, tried: tuple[Any, ...], best: Any) -> tuple[Any, ...]:
         """Add the next value of ``beyond`` to an arm's, in order, if its best stands at their edge."""
-        more = [value for value in self.beyond if value > best] if best == max(tried) else []
-        less = [value for value in self.beyond if value < best] if best == min(tried) else []
-        return tuple(sorted((*tried, *sorted(more)[:1], *sorted(less)[-1:]))) if more or less else tried
+        higher = [value for value in self.beyond if value > best] if best == max(tried) else []
+        lower = [value for value in self.beyond if value < best] if best == min(tried) else []
+        return tuple(sorted((*tried, *sorted(higher)[:1], *sorted(lower)[-1:]))) if higher or lower else tried
 
 
 class StudyConfig(Section):
@@ -380,16 +380,16 @@ def _content(cfg: Config) -> str:
 
 def _check_equal(base: Config, arm: Config, where: str) -> None:
     """Check that an arm differs only in how the policy learns from rollouts, and in how many it has."""
-    changed = [
-        f"{section}.{field}" if fields_of(type(before)) else section
+    paths = [
+        f"{section}.{field}" if fields_of(type(base_value)) else section
         for section in type(base).model_fields
-        if section != "run_dir" and (before := getattr(base, section)) != (now := getattr(arm, section))
-        for field in (fields_of(type(before)) or [""])
-        if field == "" or getattr(before, field) != getattr(now, field)
+        if section != "run_dir" and (base_value := getattr(base, section)) != (arm_value := getattr(arm, section))
+        for field in (fields_of(type(base_value)) or [""])
+        if field == "" or getattr(base_value, field) != getattr(arm_value, field)
     ]
-    forbidden = [p for p in changed if p not in COUNTS and (p.split(".")[0] not in FREE or p in FIXED)]
-    before, after = base.credit.answer, arm.credit.answer  # rewards read these too
-    forbidden += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
+    forbidden = [p for p in paths if p not in COUNTS and (p.split(".")[0] not in FREE or p in FIXED)]
+    base_answer, arm_answer = base.credit.answer, arm.credit.answer  # rewards read these too
+    forbidden += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(base_answer)[f] != vars(arm_answer)[f]]
     if forbidden:
         raise ConfigError(
             f"{where}: expected changes in {', '.join((*FREE, *COUNTS))} (except {', '.join(FIXED)}), got "

@@ -25,9 +25,9 @@ def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
     figure, axes = _figure(5 + len(tree["differences"]), across=4)
     arms = tree["arms"]
     _learning(axes[0], arms)
-    others = list(tree["differences"].items())
-    for axis, (other, differences) in zip(axes[1:], others):
-        _dots(axis, {n: d["area"] for n, d in differences.items()}, arms, f"area - {other}'s, points (95%)", 100.0)
+    comparisons = list(tree["differences"].items())
+    for axis, (baseline, differences) in zip(axes[1:], comparisons):
+        _dots(axis, {n: d["area"] for n, d in differences.items()}, arms, f"area - {baseline}'s, points (95%)", 100.0)
         axis.axvline(0, color="#888888", linewidth=1)
     panels = (
         ("final", "final pass@1, % (95%)", 100.0),
@@ -35,10 +35,10 @@ def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
         ("ess", "effective share of reasoning tokens", 1.0),
         ("seconds", "seconds per iteration", 1.0),
     )
-    for axis, (what, title, scale) in zip(axes[1 + len(others) :], panels):
+    for axis, (what, title, scale) in zip(axes[1 + len(comparisons) :], panels):
         _dots(axis, {name: arm[what] for name, arm in arms.items()}, arms, title, scale)
-    axes[len(others) + len(panels)].set_xlim(left=0)  # seconds
-    for axis in axes[1 + len(others) + len(panels) :]:
+    axes[len(comparisons) + len(panels)].set_xlim(left=0)  # seconds
+    for axis in axes[1 + len(comparisons) + len(panels) :]:
         axis.set_axis_off()
     lines = axes[0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside upper center", ncols=min(len(arms), 7), frameon=False, fontsize=9)
@@ -90,12 +90,12 @@ def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
 
 def _dots(axis: Any, values: Mapping[str, Any], arms: Mapping[str, Any], title: str, scale: float) -> None:
     """Draw one arm per line, the first on top: mean and interval."""
-    shown = {name: triple for name, triple in values.items() if triple is not None}
+    intervals = {name: triple for name, triple in values.items() if triple is not None}
     colours = dict(zip(arms, styles(list(arms))))
-    for number, (name, (mean, low, high)) in enumerate(shown.items()):
+    for number, (name, (mean, low, high)) in enumerate(intervals.items()):
         half = [[scale * (mean - low)], [scale * (high - mean)]] if low is not None and high is not None else None
         axis.errorbar(scale * mean, -number, xerr=half, fmt="o", color=LIGHT[colours[name][0]], markersize=5)
-    axis.set_yticks([-number for number in range(len(shown))], list(shown))
+    axis.set_yticks([-number for number in range(len(intervals))], list(intervals))
     axis.set_title(title, fontsize=10, loc="left")
     _plain(axis, grid="x")
 

@@ -79,7 +79,7 @@ def run_jobs(
     board = _Board(list(jobs))
     log.mkdir(parents=True, exist_ok=True)
     shares = share_out(cores(), workers)
-    ended: list[threading.Event] = []  # not Thread.join: after a signal in it Python takes the thread for ended
+    ends: list[threading.Event] = []  # not Thread.join: after a signal in it Python takes the thread for ended
 
     def drive(number: int, end: threading.Event) -> None:
         try:
@@ -91,15 +91,15 @@ def run_jobs(
         for number in range(min(workers, len(jobs))):
             end = threading.Event()
             threading.Thread(target=drive, args=(number, end), daemon=True).start()
-            ended.append(end)
-        while not all(end.is_set() for end in ended):
-            for end in ended:
+            ends.append(end)
+        while not all(end.is_set() for end in ends):
+            for end in ends:
                 end.wait(0.2)  # short, so that signals are handled in time
     finally:
         with board.changed:
             board.stopped = True
             board.changed.notify_all()
-        for end in ended:
+        for end in ends:
             end.wait()
     return [board.outcomes[job.name] for job in jobs]
 
@@ -128,7 +128,7 @@ def _drive(
             like = None
             while (job := _next(board, report, like)) is not None:
                 like = job.like
-                began = time.monotonic()
+                start = time.monotonic()
                 try:
                     worker = worker or _start(command, mine, output)
                     error = _ask(worker, job, board)
@@ -137,7 +137,7 @@ def _drive(
                     error = f"the worker could not be started: {problem}"
                 with board.changed:
                     if not board.stopped:
-                        _settle(board, Outcome(job.name, time.monotonic() - began, error), report)
+                        _settle(board, Outcome(job.name, time.monotonic() - start, error), report)
         except BaseException:  # raised by report; nothing may wait for this thread
             with board.changed:
                 board.stopped = True
@@ -195,10 +195,10 @@ def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.P
 
 def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
     """Send a job and wait; return its error, None on success. The worker is killed when the study stops."""
-    done = threading.Event()
+    reply_event = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.2):
+        while not reply_event.wait(0.2):
             if board.stopped:
                 worker.kill()
 
@@ -216,6 +216,6 @@ def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
         worker.wait()  # otherwise it looks alive and gets the next job
         return f"the worker does not answer: {error!r}"
     finally:
-        done.set()
+        reply_event.set()
     worker.kill()
     return f"the worker died with exit code {worker.wait()}; see its log"

@@ -50,9 +50,9 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
             "iterations, as a mean. Entropy: nats per token over the last fifth of the iterations. ESS: effective "
             "share of the reasoning tokens. Seconds: of an iteration without evaluation.\n"
         )
-    for other, by_arm in tree["differences"].items():
+    for baseline, by_arm in tree["differences"].items():
         if by_arm:
-            parts.append(f"Differences to {other}, paired by seed, in points of pass@1:\n")
+            parts.append(f"Differences to {baseline}, paired by seed, in points of pass@1:\n")
             parts.append(_table(difference_table(by_arm)))
     if tree["differences"]:
         parts.append(
@@ -108,26 +108,26 @@ def difference_table(by_arm: Mapping[str, Any]) -> list[list[str]]:
 
 def primaries_table(primaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = [["comparison", "area, points", "median", "p", "p by Holm", "at 5%"]]
-    for each in primaries:
-        p_values = ["" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (each["p"], each["holm"])]
+    for test in primaries:
+        p_values = ["" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (test["p"], test["holm"])]
         outcome = ""
-        if each["holm"] is not None:
-            outcome = "above" if each["area"][0] > 0 else "below"
-            if each["holm"] >= 0.05:
-                detects = each.get("detects")
+        if test["holm"] is not None:
+            outcome = "above" if test["area"][0] > 0 else "below"
+            if test["holm"] >= 0.05:
+                detects = test.get("detects")
                 outcome = "undecided" + ("" if detects is None else f"; detects {100 * detects:.1f}")
-        median = "" if each.get("median") is None else f"{100 * each['median']:+.1f}"
-        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), median, *p_values, outcome])
+        median = "" if test.get("median") is None else f"{100 * test['median']:+.1f}"
+        rows.append([f"{test['arm']} - {test['against']}", points_of(test["area"]), median, *p_values, outcome])
     return rows
 
 
 def budget_text(budget: Mapping[str, Any]) -> str:
     """Say what confirming takes and what it can detect, as ``study.results.budget`` foretells it."""
-    seconds = {name: each for name, each in budget["seconds"].items() if each is not None}
+    seconds = {name: value for name, value in budget["seconds"].items() if value is not None}
     total = budget["runs"] * sum(seconds.values())
     lines = [
         f"Confirming: {len(seconds)} arms x {budget['runs']} seeds, {total / 3600:.1f} hours of one worker without "
-        "warm starts. Seconds of a run: " + ", ".join(f"{name} {each:.0f}" for name, each in seconds.items()) + "."
+        "warm starts. Seconds of a run: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()) + "."
     ]
     for pair in budget["pairs"]:
         lines.append(
@@ -197,9 +197,9 @@ def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None
     Args:
         figures: copied beside the page, by their file names there.
     """
-    before, after = around(page, name)
+    head, tail = around(page, name)
     with storage_errors(page):
-        write_durably(page, f"{before}\n\n{text}\n{after}")
+        write_durably(page, f"{head}\n\n{text}\n{tail}")
     for file, source in figures.items():
         shutil.copyfile(source, page.parent / file)
 
@@ -212,14 +212,14 @@ def around(page: Path, name: str) -> tuple[str, str]:
     """
     first, last = f"<!-- study {name} -->", f"<!-- end of study {name} -->"
     try:
-        whole = page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise PageError(f"--page: {page} cannot be read: {error}") from None
-    if whole.count(first) != 1 or whole.count(last) != 1 or whole.index(first) > whole.index(last):
+    if text.count(first) != 1 or text.count(last) != 1 or text.index(first) > text.index(last):
         raise PageError(
             f"--page: {page}: expected the lines {first} and {last} once each; add them where the results should go"
         )
-    return whole[: whole.index(first) + len(first)], whole[whole.index(last) :]
+    return text[: text.index(first) + len(first)], text[text.index(last) :]
 
 
 def _version(package: str) -> str:

@@ -29,8 +29,8 @@ def read_records(path: Path | None) -> dict[str, dict[str, Any]]:
         StorageError: the file cannot be read.
     """
     try:
-        changed = None if path is None else path.stat()
-        return {} if path is None or changed is None else _read(path, changed.st_mtime_ns, changed.st_size)
+        stat = None if path is None else path.stat()
+        return {} if path is None or stat is None else _read(path, stat.st_mtime_ns, stat.st_size)
     except FileNotFoundError:
         return {}
     except OSError as error:

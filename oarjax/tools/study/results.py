@@ -44,8 +44,8 @@ COSTS = {"area_flops": "flops", "area_seconds": "seconds", "area_tokens": "token
 
 def seed_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
     """Average the differences ours - theirs over the seeds that both have; NaN without any."""
-    both = [seed for seed in ours if seed in theirs]
-    return paired_difference(np.array([ours[s] for s in both]), np.array([theirs[s] for s in both]))
+    seeds = [seed for seed in ours if seed in theirs]
+    return paired_difference(np.array([ours[s] for s in seeds]), np.array([theirs[s] for s in seeds]))
 
 
 def area_under(curve: Sequence[tuple[float, float]]) -> float:
@@ -62,12 +62,12 @@ def area_under(curve: Sequence[tuple[float, float]]) -> float:
 
 def area_until(curve: Sequence[tuple[float, float]], end: float) -> float:
     """Return the area of a curve cut at ``end``, where it is interpolated; NaN where it has not begun by then."""
-    kept = [point for point in curve if point[0] < end]
-    after = next((point for point in curve if point[0] >= end), None)
-    if kept and after is not None:
-        (x0, y0), (x1, y1) = kept[-1], after
-        kept.append((end, y0 + (y1 - y0) * (end - x0) / (x1 - x0)))
-    return area_under(kept) if len(kept) > 1 else math.nan
+    earlier_points = [point for point in curve if point[0] < end]
+    next_point = next((point for point in curve if point[0] >= end), None)
+    if earlier_points and next_point is not None:
+        (x0, y0), (x1, y1) = earlier_points[-1], next_point
+        earlier_points.append((end, y0 + (y1 - y0) * (end - x0) / (x1 - x0)))
+    return area_under(earlier_points) if len(earlier_points) > 1 else math.nan
 
 
 def finished(run: Planned) -> bool:
@@ -147,20 +147,20 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
     equal = {name: areas_at_equal_cost(measured, cost) for name, cost in COSTS.items()}
     equal["area_kl"] = areas_at_equal_kl(measured)
     differences = {
-        other: {
+        baseline: {
             name: {
-                measure: _plain(seed_difference(_of(measured[name], measure), _of(measured[other], measure)))
+                measure: _plain(seed_difference(_of(measured[name], measure), _of(measured[baseline], measure)))
                 for measure in COMPARED
             }
             | {
-                measure: _plain(seed_difference(areas.get(name, {}), areas.get(other, {})))
+                measure: _plain(seed_difference(areas.get(name, {}), areas.get(baseline, {})))
                 for measure, areas in equal.items()
             }
             for name in arms
-            if name != other
+            if name != baseline
         }
-        for other in plan.study.against
-        if other in arms
+        for baseline in plan.study.against
+        if baseline in arms
     }
     tree: dict[str, Any] = {"seeds": list(plan.study.seeds), "arms": arms, "differences": differences}
     if plan.study.primaries:
@@ -195,8 +195,8 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
         }
     tree["runs"] = {"planned": plan.total, "finished": sum(finished(run) for run in plan.runs)}
     if plan.study.records is not None:
-        kept = read_records(Path(plan.study.records).expanduser())
-        tree["commits"] = sorted({str(kept[run.digest]["commit"]) for run in plan.runs if run.digest in kept})
+        records = read_records(Path(plan.study.records).expanduser())
+        tree["commits"] = sorted({str(records[run.digest]["commit"]) for run in plan.runs if run.digest in records})
     return tree
 
 
@@ -254,22 +254,22 @@ def budget(plan: StudyPlan) -> dict[str, Any]:
     Both are read off the runs that chose: a pair's SD is that of its areas at the chosen values, seed by seed. Few
     seeds tell an SD badly: of 4, its 95% interval is .57 to 3.7 times what is seen.
     """
-    seeds, chosen, areas, seconds = plan.study.seeds, choices(plan), dict[str, dict[int, float]](), dict[str, float]()
-    for name, value in chosen.items():
+    seeds, values, areas, seconds = plan.study.seeds, choices(plan), dict[str, dict[int, float]](), dict[str, float]()
+    for name, value in values.items():
         runs = plan.trials[name][plan.tried[name].index(value)]
         areas[name] = _of(measured_runs(runs), "area")
         seconds[name] = _mean([_seconds(run) for run in runs])
     pairs = []
-    for ours, theirs in plan.study.primaries:
-        both = [seed for seed in areas.get(ours, {}) if seed in areas.get(theirs, {})]
-        if len(both) > 1:
-            sd = float(np.std([areas[ours][seed] - areas[theirs][seed] for seed in both], ddof=1))
+    for arm, against in plan.study.primaries:
+        shared = [seed for seed in areas.get(arm, {}) if seed in areas.get(against, {})]
+        if len(shared) > 1:
+            sd = float(np.std([areas[arm][seed] - areas[against][seed] for seed in shared], ddof=1))
             pairs.append(
                 {
-                    "arm": ours,
-                    "against": theirs,
+                    "arm": arm,
+                    "against": against,
                     "sd": sd,
-                    "of": len(both),
+                    "of": len(shared),
                     "detects": detectable_effect(sd, len(seeds)),
                 }
             )
@@ -283,23 +283,23 @@ def _seconds(run: Planned) -> float:
 
 def tested(measured: Mapping[str, Mapping[int, RunMeasures]], pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Test the difference of each pair's areas by Student's paired t over seeds, and adjust by Holm over all pairs."""
-    differences, p_values, more = [], [], list[dict[str, float]]()
-    for ours, theirs in pairs:
-        a, b = (_of(measured.get(name, {}), "area") for name in (ours, theirs))
-        both = [seed for seed in a if seed in b]
+    differences, p_values, extras = [], [], list[dict[str, float]]()
+    for arm, against in pairs:
+        a, b = (_of(measured.get(name, {}), "area") for name in (arm, against))
+        seeds = [seed for seed in a if seed in b]
         differences.append(_plain(seed_difference(a, b)))
-        p_values.append(paired_p_value(np.array([a[s] for s in both]), np.array([b[s] for s in both])))
-        each = np.array([a[s] - b[s] for s in both])
-        more.append(
+        p_values.append(paired_p_value(np.array([a[s] for s in seeds]), np.array([b[s] for s in seeds])))
+        gaps = np.array([a[s] - b[s] for s in seeds])
+        extras.append(
             {
-                "median": float(np.median(each)) if len(each) else math.nan,
-                "detects": detectable_effect(float(each.std(ddof=1)), len(each)) if len(each) > 1 else math.nan,
+                "median": float(np.median(gaps)) if len(gaps) else math.nan,
+                "detects": detectable_effect(float(gaps.std(ddof=1)), len(gaps)) if len(gaps) > 1 else math.nan,
             }
         )
     return [
-        {"arm": ours, "against": theirs, "area": difference, "p": to_plain(p), "holm": to_plain(adjusted)}
-        | to_plain(others)
-        for (ours, theirs), difference, p, adjusted, others in zip(pairs, differences, p_values, holm(p_values), more)
+        {"arm": arm, "against": against, "area": difference, "p": to_plain(p), "holm": to_plain(adjusted)}
+        | to_plain(extra)
+        for (arm, against), difference, p, adjusted, extra in zip(pairs, differences, p_values, holm(p_values), extras)
     ]
 
 
@@ -324,8 +324,8 @@ def choices(plan: StudyPlan) -> dict[str, Any]:
 
 def edges(plan: StudyPlan) -> set[str]:
     """Return the arms whose chosen value is the smallest or the largest of those they were tried at."""
-    chosen = {name: value for name, value in choices(plan).items() if isinstance(value, int | float)}
-    return {name for name, value in chosen.items() if value in (min(plan.tried[name]), max(plan.tried[name]))}
+    values = {name: value for name, value in choices(plan).items() if isinstance(value, int | float)}
+    return {name for name, value in values.items() if value in (min(plan.tried[name]), max(plan.tried[name]))}
 
 
 def _areas_tried(plan: StudyPlan) -> dict[str, list[list[float]]]:
@@ -333,7 +333,7 @@ def _areas_tried(plan: StudyPlan) -> dict[str, list[list[float]]]:
     out = {}
     for name, values in plan.trials.items():
         areas = [list(_of(measured_runs(runs), "area").values()) for runs in values]
-        out[name] = [each if len(each) == len(planned) else [] for each, planned in zip(areas, values)]
+        out[name] = [a if len(a) == len(planned) else [] for a, planned in zip(areas, values)]
     return out
 
 
@@ -343,12 +343,12 @@ def plan_so_far(study: StudyConfig) -> StudyPlan:
     if choose is None:
         return plan
     while True:
-        chosen = choices(plan)
-        tried = {name: choose.with_next(plan.tried[name], value) for name, value in chosen.items() if choose.beyond}
+        decisions = choices(plan)
+        tried = {name: choose.with_next(plan.tried[name], value) for name, value in decisions.items() if choose.beyond}
         grown = {name for name, values in tried.items() if values != plan.tried[name]}
         if not grown:  # where grids may grow, no arm confirms before all have chosen: see ``budget``
-            decided = len(chosen) == len(study.arms) if choose.beyond else chosen
-            return make_plan(study, chosen, plan.tried) if decided else plan
+            decided = len(decisions) == len(study.arms) if choose.beyond else decisions
+            return make_plan(study, decisions, plan.tried) if decided else plan
         plan = make_plan(study, None, plan.tried | tried)
 
 

@@ -121,8 +121,8 @@ def make_start(cfg: Config, console: Console, graders: Graders, programs: LentPr
         run = open_run(cfg, console)
         _claim(run, Path(cfg.run_dir), console)
         programs.lend(run)
-        _, before = start_policy(run, graders.of(run))
-        write_before(run.folder / BEFORE, before)
+        _, evaluation = start_policy(run, graders.of(run))
+        write_before(run.folder / BEFORE, evaluation)
 
 
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders, programs: LentPrograms) -> None:
