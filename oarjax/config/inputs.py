@@ -24,10 +24,11 @@ class PolicyConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="dtype of matmul operands; auto: bfloat16 on TPU and GPU, float32 elsewhere"
     )
-    remat: Literal["none", "dots", "full"] = Field(
+    remat: Literal["none", "dots", "projections", "attention", "full"] = Field(
         default="full",
-        description="what the backward pass recomputes of a layer: nothing, all but the matmuls (dots), or everything "
-        "(full)",
+        description="what the backward pass recomputes of a layer: nothing (none), all but the matmuls (dots), all but "
+        "q, k, v, gate, up and kernels of attention (projections), all but q, k, v and these kernels (attention), or "
+        "everything (full)",
     )
     attention: Literal["auto", "xla", "splash", "blocked", "cudnn"] = Field(
         default="auto",

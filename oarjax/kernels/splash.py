@@ -39,6 +39,7 @@ from oarjax.kernels.attention import BlockedKind
 from oarjax.kernels.attention_tangent import LANES, device_tangent
 from oarjax.kernels.linear_pair import linear_pair
 from oarjax.kernels.precision import full_precision, product_of
+from oarjax.kernels.remat import ATTENTION, kept
 
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
@@ -155,6 +156,7 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: Bloc
         dtype = qkv[0].dtype
         out, pullback = jax.vjp(lambda q, k, v: forward(q, k, v, ids_q, ids_k), *qkv)
         saved, tree = jax.tree.flatten(pullback)
+        out, *saved = (x if any(x is p for p in primals) else kept(x, ATTENTION) for x in (out, *saved))
         residuals = [*primals, out, *saved]
 
         def tangent(*args: Array) -> tuple[Array, ...]:

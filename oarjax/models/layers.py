@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.kernels.remat import ATTENTION, FED, kept
 from oarjax.models.delta_net import DeltaNet, Rule, undivided
 from oarjax.models.moe import ExpertsKind, MoE
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
@@ -88,7 +89,7 @@ class Attention(nnx.Module):
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         flat = x.reshape(-1, x.shape[-1])
-        products = undivided(x, [p(flat) for p in (self.q, self.k, self.v)])
+        products = undivided(x, [_projected(p, flat, ATTENTION) for p in (self.q, self.k, self.v)])
         q, k, v = (product.reshape(*x.shape[:2], -1, self.head_dim) for product in products)
         gate = None
         if self.gated:
@@ -97,7 +98,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         k, v = rotate(k, cos, sin).astype(compute_dtype), v.astype(compute_dtype)
         out = mix(rotate(q, cos, sin), k, v)
-        out = out if gate is None else out * jax.nn.sigmoid(gate)
+        out = out if gate is None else out * jax.nn.sigmoid(gate.astype(x.dtype))
         return self.o(out.reshape(flat.shape[0], -1)).reshape(x.shape), (k, v)
 
 
@@ -115,7 +116,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         flat = x.reshape(-1, x.shape[-1])
-        return self.down(jax.nn.silu(self.gate(flat)) * self.up(flat)).reshape(x.shape)
+        gate, up = (_projected(p, flat, FED).astype(x.dtype) for p in (self.gate, self.up))
+        return self.down(jax.nn.silu(gate) * up).reshape(x.shape)
+
+
+def _projected(linear: nnx.Linear, x: Float[Array, "rows D"], where: str) -> Float[Array, "rows F"]:
+    """Return a product in the dtype of its operands, in which remat may keep it."""
+    return kept(linear(x).astype(linear.dtype), where)
 
 
 def _fed(

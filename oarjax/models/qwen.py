@@ -25,6 +25,7 @@ from oarjax.kernels.attention import AttentionKind, segment_mixer
 from oarjax.kernels.decode_attention import DecodeKind, kernel_mixer, kernel_problem, padded, padded_slots
 from oarjax.kernels.decode_cache import Cache, DecodeCache, Window, each_array, state_before, written
 from oarjax.kernels.precision import in_full, precision_of
+from oarjax.kernels.remat import Remat, rematerialised
 from oarjax.kernels.splash import LANES, causal_mixer, check_splash
 from oarjax.models import delta_kernel, policy
 from oarjax.models.delta_net import empty_state
@@ -32,7 +33,6 @@ from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind, experts_of_step
 from oarjax.models.policy import Policy, RowCaches
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.remat import Remat, rematerialised
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
 from oarjax.types import DeltaState, HybridCache, KVCache, Params
@@ -61,7 +61,8 @@ def make_policy(
         compute_dtype: dtype of matmul operands, which accumulate in float32, and of the cache; default jnp.float32,
             whose products are float32 on every platform, see ``oarjax.kernels.precision``.
         remat: what the backward pass recomputes of each layer: ``none``, ``dots`` (all but the matmuls without batch
-            axes) or ``full``; default full.
+            axes), ``projections`` (all but q, k, v, gate, up and kernels of attention), ``attention`` (all but
+            q, k, v and these kernels) or ``full``; default full.
         attention: ``splash`` uses Pallas' TPU kernels over the mesh for causal self-attention, with or without a prefix
             of as many rows, or of fewer before 128 tokens or more: training, scoring, prefill, linearised passes.
             Decode steps, prefixes shared by a group before fewer tokens and ``visible`` stay with ``xla``, one program

@@ -152,24 +152,25 @@ def kernel_flops(
 
 
 def executed_update_flops(
-    d: Decoder, row: RowTokens, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
+    d: Decoder, row: RowTokens, *, remat: str, stored: Number, attended: Number, attention_passes: Number
 ) -> float:
     """Count the products that forward and backward of one row execute, including what ``remat`` recomputes.
 
-    Layers forward once, backward as two forwards. remat full repeats the layers' forward but for each layer's last
-    product, whose result the backward pass never reads (``last_product``: its parameters in all layers); dots repeats
-    attention alone; none repeats nothing. The head is repeated always, chunk by chunk.
+    Layers forward once, backward as two forwards, and the forward repeated but for attention with dots, for nothing
+    with none. The head is repeated always, chunk by chunk.
 
     Args:
+        stored: parameters, in all layers, of products that are not repeated: each layer's last, whose result the
+            backward pass never reads, and those that remat keeps.
         attended: key positions that a query is multiplied with: N where attention computes the whole square.
         attention_passes: forwards' worth of attention in forward and backward together, recomputation included; 4
-            for plain attention with remat full or dots. Kernels recompute on their own account.
+            for plain attention with any remat but none. Kernels recompute on their own account.
     """
     whole = row.tokens
     linear = pass_flops(d, tokens=whole, context=0, read=0)
     attention = pass_flops(d, tokens=whole, context=attended, read=0) - linear
     head = 2.0 * d.head_params * row.completion
-    repeated = linear - 2.0 * last_product * whole if remat == "full" else 0.0
+    repeated = 0.0 if remat in ("none", "dots") else linear - 2.0 * stored * whole
     return 3 * linear + repeated + attention_passes * attention + 4 * head
 
 
@@ -178,20 +179,20 @@ def executed_fused_flops(
     row: RowTokens,
     *,
     remat: str,
-    last_product: Number,
+    stored: Number,
     draws: Number,
     attended: Number,
     attention_passes: Number,
 ) -> float:
     """Products that scores by OAR-G and the update of one row execute in one pass, see ``step.fused``.
 
-    The update's own, and a push and a pull through the completion's linearised layers for every draw. remat full
-    computes the completion's layers again for each of the two, once for all draws. Their attention is kernels, which
-    are not counted here.
+    The update's own, and a push and a pull through the completion's linearised layers for every draw. Where the
+    backward pass repeats layers, each of the two repeats the completion's, once for all draws. Their attention is
+    kernels, which are not counted here.
     """
     update = executed_update_flops(
-        d, row, remat=remat, last_product=last_product, attended=attended, attention_passes=attention_passes
+        d, row, remat=remat, stored=stored, attended=attended, attention_passes=attention_passes
     )
     flops = pass_flops(d, tokens=row.completion, context=0, read=0)
-    again = flops - 2.0 * last_product * row.completion if remat == "full" else 0.0
+    again = 0.0 if remat in ("none", "dots") else flops - 2.0 * stored * row.completion
     return update + 2 * (draws * flops + again)

@@ -295,10 +295,9 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mappi
         return None
     sizes: dict[str, Any] = {
         "remat": cfg.policy.remat,
-        # The router's gradient reads what the experts' last product gives, so that it is computed again.
-        "last_product": 0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size,
+        "stored": stored_params(model, cfg.policy.remat),
         "attended": s.prompt + s.completion,
-        "attention_passes": 0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
+        "attention_passes": 0 if line["kernels"] else 3 if cfg.policy.remat == "none" else 4,
     }
     d, row = decoder_of(model), RowTokens(s.prompt, s.completion)
     if fused:
@@ -309,6 +308,17 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mappi
         tokens = s.microbatch * row.tokens // line["chips"]
         products += 2 * row.tokens * padding_of_groups(model, tokens=tokens)
     return s.microbatches * s.microbatch * products + (line["kernels"] - line["grouped"]) * line["chips"]
+
+
+def stored_params(model: QwenConfig, remat: str) -> int:
+    """Count the parameters, in all layers, of products that a backward pass with this remat does not repeat.
+
+    The router's gradient reads what the experts' last product gives, so that it is repeated.
+    """
+    matrix = 0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size
+    heads = (2 if model.delta else 1) * model.num_attention_heads + 2 * model.num_key_value_heads
+    attention = len(model.attention_layers) * model.hidden_size * model.head_dim * heads
+    return matrix * (3 if remat == "projections" else 1) + attention * (remat in ("projections", "attention"))
 
 
 def padding_of_groups(model: QwenConfig, *, tokens: int) -> float:

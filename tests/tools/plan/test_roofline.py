@@ -33,10 +33,11 @@ def test_executed_flops_of_an_update_by_its_remat():
     linear, attention, head = 12 * 2000, 12 * 64 * 12, 8 * 200  # the whole square: 12 queries, 12 keys
 
     def found(remat, passes):
-        return executed_update_flops(D, R, remat=remat, last_product=100, attended=12, attention_passes=passes)
+        return executed_update_flops(D, R, remat=remat, stored=100, attended=12, attention_passes=passes)
 
     assert found("none", 3) == 3 * linear + 3 * attention + 4 * head
     assert found("dots", 4) == 3 * linear + 4 * attention + 4 * head
+    assert found("attention", 4) == found("full", 4)  # which differ in what they store
     assert found("full", 4) == 4 * linear - 2 * 100 * 12 + 4 * attention + 4 * head
 
 
@@ -45,9 +46,9 @@ def test_scores_in_the_same_pass_add_a_push_and_a_pull_through_the_completion():
     own = 8 * 2000  # the layers over 8 tokens
     settings = {"attended": 12, "attention_passes": 0}
     for remat, again in (("none", 0), ("dots", 0), ("full", own - 2 * 100 * 8)):
-        update = executed_update_flops(D, R, remat=remat, last_product=100, **settings)
+        update = executed_update_flops(D, R, remat=remat, stored=100, **settings)
         for draws in (1, 4):
-            fused = executed_fused_flops(D, R, remat=remat, last_product=100, draws=draws, **settings)
+            fused = executed_fused_flops(D, R, remat=remat, stored=100, draws=draws, **settings)
             assert fused - update == 2 * (draws * own + again)
 
 

@@ -9,15 +9,29 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
-Remat = Literal["none", "dots", "full"]
-"""Recompute nothing, all but the matmuls without batch axes, or everything."""
+Remat = Literal["none", "dots", "projections", "attention", "full"]
+"""Recompute nothing; all but the matmuls without batch axes; all but what ``kept`` marks, in attention and the MLP or
+in attention alone; or everything."""
+
+ATTENTION, FED = "attention", "fed"
+"""Where an array is marked: q, k, v and attention's result; gate and up."""
+
+
+def kept(x: Array, where: str) -> Array:
+    """Mark an array that the backward pass reads again instead of computing it, if ``remat`` keeps its kind."""
+    return checkpoint_name(x, where)
 
 
 def rematerialised(body: Callable[..., Any], *, remat: Remat) -> Callable[..., Any]:
     """Return the body of a scan over layers, recomputed in the backward pass according to ``remat``."""
+    named = jax.checkpoint_policies.save_only_these_names
     policies = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "projections": named(ATTENTION, FED),
+        "attention": named(ATTENTION),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
     # Inside a scan the loop itself keeps XLA from undoing the recomputation.
