@@ -59,10 +59,23 @@ def tables() -> str:
             parts.append(f"{task}: no run has finished.\n")
             continue
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        commits = ", ".join(sorted({record["commit"] for record in records}))
-        parts.append(f"{task}: {len(records)} runs that choose, from {commits}.\n\n{areas_table(records)}")
-        parts += [f"{line}\n" for line in detected(records, seeds)]
+        choosing = [record for record in records if record["value"] is not None]
+        parts.append(
+            f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"
+        )
+        parts += [f"{line}\n" for line in detected(choosing, seeds)]
+        if confirming := [record for record in records if record["value"] is None]:
+            arms = len({record["arm"].rpartition(", ")[0] for record in choosing})
+            parts.append(
+                f"{task}: {len(confirming)} of {arms * seeds} runs that confirm have finished, from "
+                f"{commits_of(confirming)}; they are compared once all have.\n"
+            )
     return "\n".join([*parts, VALUED, valued()])
+
+
+def commits_of(records: list[dict[str, Any]]) -> str:
+    """Name the commits that runs came from."""
+    return ", ".join(sorted({record["commit"] for record in records}))
 
 
 def valued() -> str:
