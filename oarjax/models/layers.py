@@ -69,7 +69,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
-        self.head_dim = cfg.head_dim
+        self.head_dim, self.rounds = cfg.head_dim, _rounds(cfg)
         heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
         self.gated = cfg.delta is not None
         self.q = linear("q", cfg.hidden_size, heads * (2 if self.gated else 1), use_bias=cfg.qkv_bias, rngs=rngs)
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         flat = x.reshape(-1, x.shape[-1])
-        products = undivided(x, [_projected(p, flat, ATTENTION) for p in (self.q, self.k, self.v)])
+        products = undivided(x, [_projected(p, flat, ATTENTION, rounds=self.rounds) for p in (self.q, self.k, self.v)])
         q, k, v = (product.reshape(*x.shape[:2], -1, self.head_dim) for product in products)
         gate = None
         if self.gated:
@@ -110,19 +110,25 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, width: int, rngs: nnx.Rngs):
+        self.rounds = _rounds(cfg)
         self.gate = linear("gate", cfg.hidden_size, width, use_bias=False, rngs=rngs)
         self.up = linear("up", cfg.hidden_size, width, use_bias=False, rngs=rngs)
         self.down = linear("down", width, cfg.hidden_size, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         flat = x.reshape(-1, x.shape[-1])
-        gate, up = (_projected(p, flat, FED).astype(x.dtype) for p in (self.gate, self.up))
+        gate, up = (_projected(p, flat, FED, rounds=self.rounds).astype(x.dtype) for p in (self.gate, self.up))
         return self.down(jax.nn.silu(gate) * up).reshape(x.shape)
 
 
-def _projected(linear: nnx.Linear, x: Float[Array, "rows D"], where: str) -> Float[Array, "rows F"]:
-    """Return a product in the dtype of its operands, in which remat may keep it."""
-    return kept(linear(x).astype(linear.dtype), where)
+def _rounds(cfg: QwenConfig) -> bool:
+    """Return whether projections are rounded to the compute dtype: routers and states amplify what that changes."""
+    return cfg.experts is None and cfg.delta is None
+
+
+def _projected(linear: nnx.Linear, x: Float[Array, "rows D"], where: str, *, rounds: bool) -> Float[Array, "rows F"]:
+    """Return a product, in the dtype of its operands if it ``rounds``, as remat may keep it."""
+    return kept(linear(x).astype(linear.dtype) if rounds else linear(x), where)
 
 
 def _fed(
