@@ -42,7 +42,9 @@ def as_run_asks(target: Target, asked: Asked, prompt: str) -> Asked:
     if target.cfg is None or asked.benchmark.named or prompt != "auto":
         return asked
     data = target.cfg.data.eval or target.cfg.data.train
-    columns = {} if data.source.startswith("builtin:") else {"prompt_field", "answer_field"} & data.model_fields_set
+    columns: set[str] = (
+        set() if data.source.startswith("builtin:") else {"prompt_field", "answer_field"} & data.model_fields_set
+    )
     source = {name: getattr(data, name) for name in ("system_prompt", *columns)}
     return _as_run(target, asked.name, source | asked.benchmark.data)
 
