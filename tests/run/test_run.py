@@ -20,7 +20,7 @@ from oarjax.storage.stop import Stop
 from oarjax.training.command import train_once
 
 PACKAGE = Path(oarjax.__file__).parent
-PROGRAMS = ("prepare", "score", "credit", "denominator", "accumulate", "apply", "step")
+PROGRAMS = ("prepare", "score", "credit", "denominator", "accumulate", "apply", "add_microbatches", "apply_sums")
 DECODING = ("_decode_rows", "take_rows", "move_rows", "empty_cache")
 """Compiled when a rollout first needs them with so many rows and slots."""
 
