@@ -52,13 +52,13 @@ def check_policy(policy: Policy, params: Params, *, vocab_size: Positive, tolera
                 f"check_policy: unembed must return logits [B, N, {vocab_size}] of states [B, N, D], got "
                 f"{list(logits.shape)}"
             )
-        for function, where, got, columns in _paths(policy, params, tokens, valid, vocab_size):
-            seen = np.asarray(valid[:, columns])
-            exact, got = np.asarray(states[:, columns], np.float64)[seen], np.asarray(got, np.float64)[seen]
+        for function, case, got, columns in _paths(policy, params, tokens, valid, vocab_size):
+            mask = np.asarray(valid[:, columns])
+            exact, got = np.asarray(states[:, columns], np.float64)[mask], np.asarray(got, np.float64)[mask]
             off, largest = np.abs(got - exact).max(), np.abs(exact).max()
             if not off <= tolerance * largest:
                 raise ArgumentError(
-                    f"check_policy: {function}: {where}, states differ by {off:.2g} from those of whole rows, the "
+                    f"check_policy: {function}: {case}, states differ by {off:.2g} from those of whole rows, the "
                     f"largest of which is {largest:.2g}"
                 )
 
@@ -90,15 +90,15 @@ def _paths(
     policy: Policy, params: Params, tokens: Array, valid: Array, vocab_size: int
 ) -> Iterator[tuple[str, str, Array, slice]]:
     """Yield function, what was done, states, and the columns that they are of, for every other way to compute them."""
-    positions, own = positions_of(valid), slice(PROMPT, None)
-    changed = _whole(policy, params, tokens.at[:, -1].set((tokens[:, -1] + 1) % vocab_size), valid)
-    yield "trunk", "with another last token", changed[:, :-1], slice(None, -1)
+    positions, tail = positions_of(valid), slice(PROMPT, None)
+    other_last = _whole(policy, params, tokens.at[:, -1].set((tokens[:, -1] + 1) % vocab_size), valid)
+    yield "trunk", "with another last token", other_last[:, :-1], slice(None, -1)
     unseen = jnp.where(valid, tokens, (tokens + 1) % vocab_size)
     yield "trunk", "with other tokens at invalid positions", _whole(policy, params, unseen, valid), slice(None)
 
-    def run(columns: slice, rows: slice = slice(None), **more: Any) -> tuple[Array, Any]:
+    def run(columns: slice, rows: slice = slice(None), **caches: Any) -> tuple[Array, Any]:
         embeddings = policy.embed(params, tokens[rows, columns])
-        return policy.trunk(params, embeddings, positions[rows, columns], valid[rows, columns], **more)
+        return policy.trunk(params, embeddings, positions[rows, columns], valid[rows, columns], **caches)
 
     cache = policy.init_cache(len(tokens), PROMPT + COMPLETION + 1)  # one slot stays empty
     for columns in (slice(0, PROMPT), slice(PROMPT, PROMPT + 1), slice(PROMPT + 1, None)):
@@ -107,7 +107,7 @@ def _paths(
 
     firsts = slice(None, None, GROUP)  # rows with the prompts
     prefix = filled(run(slice(PROMPT), firsts, cache=policy.init_cache(PROMPTS, PROMPT))[1])
-    yield "trunk", "with the prompt as prefix, one for the rows of a group", run(own, prefix=prefix)[0], own
+    yield "trunk", "with the prompt as prefix, one for the rows of a group", run(tail, prefix=prefix)[0], tail
     cache = policy.init_cache(len(tokens), COMPLETION)
     for columns in (slice(PROMPT, PROMPT + 1), slice(PROMPT + 1, None)):
         states, cache = run(columns, prefix=prefix, cache=filled(cache))
@@ -115,12 +115,12 @@ def _paths(
 
     if policy.first_slots is None:
         return
-    long = filled(run(slice(None), cache=policy.init_cache(*tokens.shape))[1])
-    cut = policy.first_slots(long, PROMPT)
-    yield "first_slots", f"with the first {PROMPT} slots of a filled cache as prefix", run(own, prefix=cut)[0], own
-    if isinstance(long, KVCache):
-        everything = replace(long, valid=jnp.ones_like(long.valid))
-        before = jnp.arange(tokens.shape[1]) < PROMPT
-        visible = jnp.broadcast_to(before & valid[:, None, :], (len(tokens), COMPLETION, tokens.shape[1]))
-        states = run(own, prefix=everything, visible=visible)[0]
-        yield "trunk", "with the prompt's slots visible of a prefix that holds the whole row", states, own
+    full_cache = filled(run(slice(None), cache=policy.init_cache(*tokens.shape))[1])
+    slots = policy.first_slots(full_cache, PROMPT)
+    yield "first_slots", f"with the first {PROMPT} slots of a filled cache as prefix", run(tail, prefix=slots)[0], tail
+    if isinstance(full_cache, KVCache):
+        all_valid = replace(full_cache, valid=jnp.ones_like(full_cache.valid))
+        in_prompt = jnp.arange(tokens.shape[1]) < PROMPT
+        visible = jnp.broadcast_to(in_prompt & valid[:, None, :], (len(tokens), COMPLETION, tokens.shape[1]))
+        states = run(tail, prefix=all_valid, visible=visible)[0]
+        yield "trunk", "with the prompt's slots visible of a prefix that holds the whole row", states, tail

@@ -89,8 +89,8 @@ def lowest_kept(
     def halve(_, ends):
         low, high = ends
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-        above = jnp.sum(jnp.where(ranks > middle, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(above < limit, low, middle + 1), jnp.where(above < limit, middle, high)
+        mass_above = jnp.sum(jnp.where(ranks > middle, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(mass_above < limit, low, middle + 1), jnp.where(mass_above < limit, middle, high)
 
     # From -inf, where everything is above, to the row's maximum, where nothing is.
     high = jnp.max(ranks, axis=-1, keepdims=True)

@@ -153,9 +153,9 @@ def in_chunks(fn: Callable[..., Any], arrays: tuple[Shaped[Array, "B T ..."], ..
     return jax.tree.map(join, jax.lax.map(lambda chunk: jax.checkpoint(fn)(*chunk), tuple(map(split, arrays))))
 
 
-def _even_chunks(count: int, most: int) -> tuple[int, int]:
-    """Return the smallest number of chunks of at most ``most``, and their even size."""
-    chunks = -(-count // most)
+def _even_chunks(count: int, largest: int) -> tuple[int, int]:
+    """Return the smallest number of chunks of at most ``largest``, and their even size."""
+    chunks = -(-count // largest)
     return chunks, -(-count // chunks)
 
 
@@ -174,8 +174,8 @@ def logits_logps(
     logits = scaled_logits(logits, targets, temperature=temperature, filters=filters)
     logps = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     probs = jnp.exp(logps)
-    chosen = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(probs * jnp.where(probs > 0, logps, 0), axis=-1)
+    target_logps = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+    return target_logps, -jnp.sum(probs * jnp.where(probs > 0, logps, 0), axis=-1)
 
 
 def scaled_logits(
@@ -185,5 +185,5 @@ def scaled_logits(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if filters is None:
         return logits
-    kept = filter_logits(logits, **filters._asdict())
-    return jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, kept)
+    filtered = filter_logits(logits, **filters._asdict())
+    return jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, filtered)

@@ -55,8 +55,8 @@ class DecodePlan(NamedTuple):
 
     def cache_sizes(self) -> list[int]:
         """List the numbers of slots that programs read: each is twice the one before, but for the last."""
-        most = max(self.max_new - 1, 1)
-        end = most if self.together else self.rounded(most) + self.cache_bucket
+        longest = max(self.max_new - 1, 1)
+        end = longest if self.together else self.rounded(longest) + self.cache_bucket
         doublings = max(-(-end // self.cache_bucket) - 1, 0).bit_length()
         return [self.cache_bucket << number for number in range(doublings)] + [end]
 
@@ -81,8 +81,8 @@ class DecodePlan(NamedTuple):
 
     def padded(self, places: Int[np.ndarray, "D r"]) -> Int[np.ndarray, "D R"]:
         """Return the places of all rows of the cache, -1 for those behind ``places``."""
-        behind = self.buckets[0].rows - places.shape[1]
-        return np.pad(places, ((0, 0), (0, behind)), constant_values=-1)
+        padding = self.buckets[0].rows - places.shape[1]
+        return np.pad(places, ((0, 0), (0, padding)), constant_values=-1)
 
     def sizes(self) -> list[tuple[RowBucket, int]]:
         """List (bucket, slots) of every possible decode program, the largest first."""
@@ -95,14 +95,14 @@ class DecodePlan(NamedTuple):
         read what the programs between them do. Where rows wait for others, the longest stands for all.
         """
         sizes, steps = self.cache_sizes(), float(self.max_new - 1)
-        short, longest = sizes[0], sizes[-1]
+        shortest, longest = sizes[0], sizes[-1]
         if not self.together:
             return {longest: steps * -(-self.block // self.buckets[0].rows)}
-        if longest == short:
+        if longest == shortest:
             return {longest: steps}
-        read = sum((size - before) * size for size, before in zip(sizes, [0, *sizes]))
-        at_longest = (read - steps * short) / (longest - short)
-        return {longest: at_longest, short: steps - at_longest}
+        slots_read = sum((size - smaller) * size for size, smaller in zip(sizes, [0, *sizes]))
+        at_longest = (slots_read - steps * shortest) / (longest - shortest)
+        return {longest: at_longest, shortest: steps - at_longest}
 
 
 def make_plan(
@@ -124,17 +124,17 @@ def make_plan(
     """
     blocks = blocks if prompts % blocks == 0 else 1
     block = prompts // blocks * group
-    first = block if slots is None else min(block, max(slots // blocks, 1))
+    most_rows = block if slots is None else min(block, max(slots // blocks, 1))
 
     def memory(bucket: RowBucket) -> int:
         return bucket.rows * max_new + bucket.rows // bucket.share * width
 
-    buckets, rows = [RowBucket(first, group if first == block else 1)], 1
-    while rows * 2 < first:
+    buckets, rows = [RowBucket(most_rows, group if most_rows == block else 1)], 1
+    while rows * 2 < most_rows:
         rows *= 2
-    while rows < first and rows >= 1 and blocks * rows >= fewest:
-        most = group * rows // (2 * block) if first == block else 1
-        share = max(s for s in range(1, max(most, 1) + 1) if group % s == 0 and rows % s == 0)
+    while rows < most_rows and rows >= 1 and blocks * rows >= fewest:
+        largest_share = group * rows // (2 * block) if most_rows == block else 1
+        share = max(s for s in range(1, max(largest_share, 1) + 1) if group % s == 0 and rows % s == 0)
         if memory(RowBucket(rows, share)) <= memory(buckets[0]):
             buckets.append(RowBucket(rows, share))
         rows //= 2
@@ -154,15 +154,15 @@ class Layout(NamedTuple):
         """Mark, among all rows, those that have a slot."""
         return (self.rows[:, :, None] == np.arange(block)).any(1)
 
-    def places(self, before: Layout) -> Int[np.ndarray, "D r"]:
+    def places(self, previous: Layout) -> Int[np.ndarray, "D r"]:
         """Return for every slot the one that its row had before, -1 if it had none."""
-        same = (self.rows[:, :, None] == before.rows[:, None, :]) & (self.rows >= 0)[:, :, None]
-        return np.where(same.any(2), same.argmax(2), -1).astype(np.int32)
+        matches = (self.rows[:, :, None] == previous.rows[:, None, :]) & (self.rows >= 0)[:, :, None]
+        return np.where(matches.any(2), matches.argmax(2), -1).astype(np.int32)
 
     def prompts(self, group: int) -> Int[np.ndarray, "D s"]:
         """Return the prompt in the block that every ``share`` neighbouring slots read; any prompt for empty ones."""
-        first = self.rows.reshape(len(self.rows), -1, self.bucket.share)[:, :, 0]
-        return (np.maximum(first, 0) // group).astype(np.int32)
+        first_rows = self.rows.reshape(len(self.rows), -1, self.bucket.share)[:, :, 0]
+        return (np.maximum(first_rows, 0) // group).astype(np.int32)
 
 
 def first_layout(plan: DecodePlan) -> Layout:
@@ -172,38 +172,38 @@ def first_layout(plan: DecodePlan) -> Layout:
 
 
 def next_layout(
-    plan: DecodePlan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
+    plan: DecodePlan, layout: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
 ) -> Layout:
-    """Return the layout of the next segment: ``now``, with waiting rows in free slots, or the smallest that fits."""
+    """Return the layout of the next segment: ``layout``, with waiting rows in free slots, or the smallest that fits."""
     if waiting.any():
-        rows = now.rows.copy()
+        rows = layout.rows.copy()
         for d, (slots, queue) in enumerate(zip(rows, waiting)):
             free = np.flatnonzero((slots < 0) | ~alive[d, slots])
             queue = np.flatnonzero(queue)[: len(free)]
             slots[free[: len(queue)]] = queue
-        return now if (rows == now.rows).all() else Layout(now.bucket, rows)
+        return layout if (rows == layout.rows).all() else Layout(layout.bucket, rows)
     for bucket in reversed(plan.buckets):
-        if bucket.rows < now.bucket.rows:
-            laid = [arrange(np.flatnonzero(block), bucket, group=plan.group) for block in alive]
-            if all(len(rows) == bucket.rows for rows in laid):
-                return Layout(bucket, np.stack(laid))
-    return now
+        if bucket.rows < layout.bucket.rows:
+            slots_by_block = [arrange(np.flatnonzero(block), bucket, group=plan.group) for block in alive]
+            if all(len(rows) == bucket.rows for rows in slots_by_block):
+                return Layout(bucket, np.stack(slots_by_block))
+    return layout
 
 
 def arrange(rows: Int[np.ndarray, "n"], bucket: RowBucket, *, group: int) -> Int[np.ndarray, "r"]:
     """Put rows into slots, those of a prompt side by side, -1 in empty ones; returns too many if they do not fit."""
     slots: list[int] = []
     for prompt in np.unique(rows // group):
-        mine = rows[rows // group == prompt].tolist()
-        slots += mine + [-1] * (-len(mine) % bucket.share)
+        prompt_rows = rows[rows // group == prompt].tolist()
+        slots += prompt_rows + [-1] * (-len(prompt_rows) % bucket.share)
     return np.asarray(slots + [-1] * (bucket.rows - len(slots)), np.int32)
 
 
 def fewest_left(
-    plan: DecodePlan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
+    plan: DecodePlan, layout: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
 ) -> Int[np.ndarray, "D"]:
     """Return, per block, the rows in use at which the next bucket may fit; 0 if there is no smaller one."""
-    smaller = next((b for b in plan.buckets if b.rows < now.bucket.rows), None)
+    smaller = next((b for b in plan.buckets if b.rows < layout.bucket.rows), None)
     if smaller is None or waiting.any():
         return np.zeros(plan.blocks, np.int32)
     floors = []

@@ -166,15 +166,15 @@ def _filled(
     prefix: Any = None,
 ) -> tuple[Float[Array, "B N D"], Any, Int[Array, "B N L k"] | None]:
     """Run the trunk; return states, the filled cache, and the experts chosen if they are recorded."""
-    rows, experts = (params, policy.embed(params, tokens), positions, valid), None
+    inputs, experts = (params, policy.embed(params, tokens), positions, valid), None
     if decoding.record_experts:
         if policy.routed is None:
             raise ValueError("record_experts: this policy has no experts; set it to False")
-        hidden, after, routing = policy.routed(*rows, cache=cache, prefix=prefix)
+        hidden, new_cache, routing = policy.routed(*inputs, cache=cache, prefix=prefix)
         experts = routing.chosen
     else:
-        hidden, after = policy.trunk(*rows, cache=cache, prefix=prefix)
-    return hidden, filled(after), experts
+        hidden, new_cache = policy.trunk(*inputs, cache=cache, prefix=prefix)
+    return hidden, filled(new_cache), experts
 
 
 def empty_cache(policy: Policy, rows: int, slots: int) -> Any:
@@ -182,13 +182,13 @@ def empty_cache(policy: Policy, rows: int, slots: int) -> Any:
     return (policy.caches.init or policy.init_cache)(rows, slots)
 
 
-def first_drawn(begun: Prefilled, decoding: Decoding) -> tuple[Rows, Drawn]:
+def first_drawn(prefilled: Prefilled, decoding: Decoding) -> tuple[Rows, Drawn]:
     """Draw the first token of every row."""
-    rows, drawn = draw_next(begun.rows, begun.logits, decoding)
-    if begun.experts is None:
+    rows, drawn = draw_next(prefilled.rows, prefilled.logits, decoding)
+    if prefilled.experts is None:
         return rows, drawn
-    each = rows.token.shape[0] // begun.experts.shape[0]
-    return rows, drawn._replace(experts=jnp.repeat(begun.experts[:, -1], each, axis=0))
+    group_size = rows.token.shape[0] // prefilled.experts.shape[0]
+    return rows, drawn._replace(experts=jnp.repeat(prefilled.experts[:, -1], group_size, axis=0))
 
 
 def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tuple[Rows, Drawn]:
@@ -209,9 +209,9 @@ def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tu
         matched = jnp.asarray(decoding.stop_table)[rows.matched, token]
         stopped = stopped | (rows.alive & (matched == len(decoding.stop_table) - 1))
         rows = rows._replace(matched=jnp.where(rows.alive, matched, rows.matched))
-    after = rows._replace(token=token, lengths=rows.lengths + rows.alive, ended=rows.ended | stopped)
-    after = after._replace(alive=rows.alive & ~stopped & (after.following() < decoding.max_new))
-    return after, Drawn(token, jnp.where(rows.alive, logp, 0), jnp.where(rows.alive, filtered, 0))
+    next_rows = rows._replace(token=token, lengths=rows.lengths + rows.alive, ended=rows.ended | stopped)
+    next_rows = next_rows._replace(alive=rows.alive & ~stopped & (next_rows.following() < decoding.max_new))
+    return next_rows, Drawn(token, jnp.where(rows.alive, logp, 0), jnp.where(rows.alive, filtered, 0))
 
 
 def decode_step(
@@ -220,9 +220,9 @@ def decode_step(
     """Feed every row its last token and draw the next. Finished rows get padding, which nothing attends to."""
     positions = (rows.prompts + rows.lengths - 1)[:, None]
     inputs = rows.token[:, None], positions, rows.alive[:, None]
-    hidden, after, experts = _filled(policy, params, *inputs, decoding, cache=cache, prefix=prefix)
-    moved, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), decoding)
-    return moved, after, drawn if experts is None else drawn._replace(experts=experts[:, 0])
+    hidden, new_cache, experts = _filled(policy, params, *inputs, decoding, cache=cache, prefix=prefix)
+    next_rows, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), decoding)
+    return next_rows, new_cache, drawn if experts is None else drawn._replace(experts=experts[:, 0])
 
 
 class _Loop(NamedTuple):
@@ -342,25 +342,25 @@ def sample_rows(
     decoding = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, *filters, record_experts)
     decoding.check()
     params = policy.head(params)
-    begun = prefill(policy, params, prompts, keys, decoding)
-    rows, first = first_drawn(begun, decoding)
-    none = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
-    empty = empty_cache(policy, keys.shape[0], max(max_new - 1, 1))  # the last token is never fed back
+    prefilled = prefill(policy, params, prompts, keys, decoding)
+    rows, first = first_drawn(prefilled, decoding)
+    blank = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
+    completion_cache = empty_cache(policy, keys.shape[0], max(max_new - 1, 1))  # the last token is never fed back
     start = _Loop(
         step=jnp.ones((), jnp.int32),
         rows=rows,
-        cache=policy.caches.begin(empty, begun.cache),
-        drawn=jax.tree.map(lambda every, x: every.at[0].set(x), none, first),
+        cache=policy.caches.begin(completion_cache, prefilled.cache),
+        drawn=jax.tree.map(lambda draws, x: draws.at[0].set(x), blank, first),
     )
 
     def advance(loop: _Loop) -> _Loop:
-        rows, cache, new = decode_step(policy, params, loop.rows, loop.cache, begun.cache, decoding)
-        drawn = jax.tree.map(lambda every, x: every.at[loop.step].set(x), loop.drawn, new)
+        rows, cache, step_draws = decode_step(policy, params, loop.rows, loop.cache, prefilled.cache, decoding)
+        drawn = jax.tree.map(lambda draws, x: draws.at[loop.step].set(x), loop.drawn, step_draws)
         return _Loop(loop.step + 1, rows, cache, drawn)
 
     end = jax.lax.while_loop(lambda loop: (loop.step < max_new) & jnp.any(loop.rows.alive), advance, start)
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), end.drawn)
-    return assemble(prompts, end.rows, drawn, experts=begun.experts)
+    return assemble(prompts, end.rows, drawn, experts=prefilled.experts)
 
 
 def assemble(
@@ -416,10 +416,10 @@ def draw_token(
         return token, greedy, greedy if source is logits else _chosen(source, token) - jax.nn.logsumexp(source, axis=-1)
     logits = logits / temperature
     drawn_from = logits if penalised is None else penalised / temperature
-    kept = filter_logits(drawn_from, top_k=top_k, top_p=top_p, min_p=min_p)
-    token = invert_cdf(kept, uniforms)
+    kept_logits = filter_logits(drawn_from, top_k=top_k, top_p=top_p, min_p=min_p)
+    token = invert_cdf(kept_logits, uniforms)
     logp = _chosen(logits, token) - jax.nn.logsumexp(logits, axis=-1)
-    filtered = logp if kept is logits else _chosen(kept, token) - jax.nn.logsumexp(kept, axis=-1)
+    filtered = logp if kept_logits is logits else _chosen(kept_logits, token) - jax.nn.logsumexp(kept_logits, axis=-1)
     return token, logp, filtered
 
 
@@ -430,8 +430,8 @@ def invert_cdf(logits: Float[Array, "B V"], uniforms: Float[Array, "B 2"]) -> In
     blocks = jnp.pad(logits, ((0, 0), (0, spare)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
     top = jnp.max(logits, axis=-1)
     block = _pick(jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = _pick(jnp.exp(inside - jnp.max(inside, axis=-1, keepdims=True)), uniforms[:, 1])
+    block_logits = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = _pick(jnp.exp(block_logits - jnp.max(block_logits, axis=-1, keepdims=True)), uniforms[:, 1])
     return block * BLOCK + token
 
 

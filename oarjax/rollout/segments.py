@@ -156,38 +156,38 @@ class SegmentedSampler:
         alive = _per_block(plan, jax.device_get(flags.alive))
         layout, prefix, cache = first_layout(plan), prompt_cache, None
         waiting = np.zeros_like(alive) if plan.together else alive.copy()
-        began, now = np.zeros(alive.shape, int), 0  # decode steps, when a row got its slot and so far
+        start_steps, step = np.zeros(alive.shape, int), 0  # decode steps, when a row got its slot and so far
         slots = filled = 0
-        before = np.ones_like(alive)
+        was_alive = np.ones_like(alive)
         while alive.any():
             # A copy: decoding takes the table's memory.
-            just_ended = np.flatnonzero(before & ~alive) if report else np.zeros(0, int)
-            news = EndedRows(just_ended, *self._copied(table)) if len(just_ended) else None
-            before = alive
-            after = next_layout(plan, layout, alive, waiting)
-            if after is not layout:
-                began[waiting & after.among(plan.block)] = now
-                waiting &= ~after.among(plan.block)
+            just_ended = np.flatnonzero(was_alive & ~alive) if report else np.zeros(0, int)
+            ended_rows = EndedRows(just_ended, *self._copied(table)) if len(just_ended) else None
+            was_alive = alive
+            new_layout = next_layout(plan, layout, alive, waiting)
+            if new_layout is not layout:
+                start_steps[waiting & new_layout.among(plan.block)] = step
+                waiting &= ~new_layout.among(plan.block)
                 if cache is not None:
-                    cache = self._move(cache, plan.padded(after.places(layout)), plan.no_drop)
-                prefix = self._take(prompt_cache, after.prompts(plan.group))
-                layout = after
+                    cache = self._move(cache, plan.padded(new_layout.places(layout)), plan.no_drop)
+                prefix = self._take(prompt_cache, new_layout.prompts(plan.group))
+                layout = new_layout
             if filled == slots:
-                written = int((now - began)[alive & ~waiting].max())
-                grown, kept = plan.slots_after(slots, written), slots if plan.together else plan.rounded(written)
+                longest = int((step - start_steps)[alive & ~waiting].max())
+                size, used = plan.slots_after(slots, longest), slots if plan.together else plan.rounded(longest)
                 if cache is None:
                     cache = self._first_cache(plan, like=prompt_cache)
-                elif kept < slots:
-                    cache = self._move(cache, plan.in_place(), np.int32(slots - kept))
-                slots, filled = grown, kept
+                elif used < slots:
+                    cache = self._move(cache, plan.in_place(), np.int32(slots - used))
+                slots, filled = size, used
             limit = np.int32(min(self._segment, slots - filled))
             floor = fewest_left(plan, layout, alive, waiting)
             table, cache, flags = self._decode(params, table, cache, prefix, layout.rows, floor, limit, slots=slots)
-            if report and news:
-                report(news)  # nobody waits for the device yet
+            if report and ended_rows:
+                report(ended_rows)  # nobody waits for the device yet
             flags = jax.device_get(flags)
             alive, steps = _per_block(plan, flags.alive), int(flags.steps)
-            now, filled = now + steps, filled + steps
+            step, filled = step + steps, filled + steps
             self._count(plan, layout.bucket, slots, flags)
         return self._finish(prompts, table)
 
@@ -207,8 +207,8 @@ class SegmentedSampler:
 
     def spent(self) -> Spent:
         """Return the counts of the rollouts since the last call."""
-        spent, self._spent = self._spent, Spent()
-        return spent
+        counts, self._spent = self._spent, Spent()
+        return counts
 
     @property
     def decode_programs(self) -> int:
@@ -232,41 +232,41 @@ class SegmentedSampler:
         _, table, _ = self._prefill.eval_shape(params, prompts, key)
         table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
         prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(*plan.largest())
-        listed = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), steps=1)]
-        copied = [bucket.rows // bucket.share for bucket in plan.buckets]
-        most = max(copied[1:] if plan.together else copied, default=0)
+        programs = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), steps=1)]
+        counts = [bucket.rows // bucket.share for bucket in plan.buckets]
+        most_copies = max(counts[1:] if plan.together else counts, default=0)
         for number, bucket in enumerate(plan.buckets):
-            rows, first = plan.blocks * bucket.rows, plan.together and number == 0
+            rows, is_first = plan.blocks * bucket.rows, plan.together and number == 0
             copies = rows // bucket.share
-            prefix = prompt_cache if first else self._cache_shapes(copies, width)
-            held = () if first else prompt_cache
-            if not first:
+            prefix = prompt_cache if is_first else self._cache_shapes(copies, width)
+            held = () if is_first else prompt_cache
+            if not is_first:
                 prompts_of = _integers(plan.blocks, bucket.rows // bucket.share)
-                name, beside = f"take {copies} of {count} prompts", (table, cache)
-                if name not in {each.name for each in listed}:
-                    largest = copied[number] == most
-                    listed.append(RolloutProgram(name, self._take, (prompt_cache, prompts_of), {}, beside, largest))
+                name, live = f"take {copies} of {count} prompts", (table, cache)
+                if name not in {program.name for program in programs}:
+                    largest = counts[number] == most_copies
+                    programs.append(RolloutProgram(name, self._take, (prompt_cache, prompts_of), {}, live, largest))
             layout, floor, limit = _integers(plan.blocks, bucket.rows), _integers(plan.blocks), _integers()
             longest = plan.cache_sizes()[-1]
             for slots in plan.cache_sizes():
-                listed.append(
+                programs.append(
                     RolloutProgram(
                         f"decode {rows} rows, {slots} slots",
                         self._decode,
                         (params, table, cache, prefix, layout, floor, limit),
                         {"slots": slots},
                         held,
-                        largest=slots == longest and (first or copied.index(most, plan.together) == number),
+                        largest=slots == longest and (is_first or counts.index(most_copies, plan.together) == number),
                         steps=plan.full_steps().get(slots, 0) if number == 0 else 0,
                     )
                 )
         if len(plan.buckets) > 1 or not plan.together:
             most_rows = max(bucket.rows for bucket in plan.buckets)
             places, drop = _integers(plan.blocks, most_rows), None if plan.together else _integers()
-            listed.append(RolloutProgram("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
+            programs.append(RolloutProgram("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
         held = (cache, prompt_cache)
-        listed.append(RolloutProgram("copy ended rows", self._copied, (table,), {}, held, largest=False))
-        return [*listed, RolloutProgram("finish", self._finish, (prompts, table), {}, held, largest=False)]
+        programs.append(RolloutProgram("copy ended rows", self._copied, (table,), {}, held, largest=False))
+        return [*programs, RolloutProgram("finish", self._finish, (prompts, table), {}, held, largest=False)]
 
     def wrap_programs(self, wrap: Callable[[Any], Any]) -> None:
         """Replace every jitted program of a rollout by ``wrap`` of it."""
@@ -279,18 +279,18 @@ class SegmentedSampler:
             return self._empty(*plan.largest())
         devices = self._rows.device_set
         with jax.default_device(next(iter(devices))) if len(devices) == 1 else nullcontext():
-            empty = self._empty(*plan.largest())
-        return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like))
+            cache = self._empty(*plan.largest())
+        return jax.device_put(cache, jax.tree.map(lambda x: x.sharding, like))
 
     def _cache_shapes(self, rows: int, slots: int) -> Any:
         """Describe an empty cache as shapes, with the sharding that the policy gives it."""
         shapes = jax.eval_shape(lambda: empty_cache(self._policy, rows, slots))
         layout = self._rows
         if layout is not None and layout.mesh.size == 1:  # nothing else says which device it is
-            where = jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec()), shapes)
+            shardings = jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec()), shapes)
         else:
-            where = self._empty.lower(rows, slots).compile().output_shardings
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+            shardings = self._empty.lower(rows, slots).compile().output_shardings
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     def _count(self, plan: DecodePlan, bucket: RowBucket, slots: int, flags: Flags) -> None:
         steps = int(flags.steps)
@@ -304,15 +304,15 @@ class SegmentedSampler:
     def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[Any, Table, Flags]:
         """Return the cache of the prompts, and every row with its first token."""
         keys = self._keys_of(prompts, key)
-        begun = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
-        rows, first = first_drawn(begun, self._decoding)
+        prefilled = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
+        rows, first = first_drawn(prefilled, self._decoding)
 
         def column(x: Array) -> Array:
             fill = self._decoding.pad_id if x is first.token else 0
             return jnp.full((x.shape[0], self._decoding.max_new, *x.shape[1:]), fill, x.dtype).at[:, 0].set(x)
 
-        table, none = Table(rows, jax.tree.map(column, first), begun.experts), jnp.zeros((), jnp.float32)
-        return begun.cache, table, Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
+        table, zero = Table(rows, jax.tree.map(column, first), prefilled.experts), jnp.zeros((), jnp.float32)
+        return prefilled.cache, table, Flags(rows.alive, jnp.zeros((), jnp.int32), zero, zero)
 
     def _decode_rows(
         self,
@@ -334,25 +334,25 @@ class SegmentedSampler:
         count = rows.token.shape[0]
         drawn = jax.tree.map(lambda x: jnp.zeros((self._segment, count, *x.shape[2:]), x.dtype), table.drawn)
 
-        def wanted(loop: tuple[Array, Rows, Any, Drawn]) -> Bool[Array, ""]:
+        def unfinished(loop: tuple[Array, Rows, Any, Drawn]) -> Bool[Array, ""]:
             step, rows, _, _ = loop
-            left = jnp.sum(rows.alive.reshape(blocks, -1), axis=1, dtype=jnp.int32)
-            return (step < limit) & jnp.any(left > floor)
+            alive = jnp.sum(rows.alive.reshape(blocks, -1), axis=1, dtype=jnp.int32)
+            return (step < limit) & jnp.any(alive > floor)
 
         def advance(loop: tuple[Array, Rows, Any, Drawn]) -> tuple[Array, Rows, Any, Drawn]:
             step, rows, cache, drawn = loop
-            rows, cache, new = decode_step(self._policy, params, rows, cache, prefix, self._decoding)
-            return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), drawn, new)
+            rows, cache, step_draws = decode_step(self._policy, params, rows, cache, prefix, self._decoding)
+            return step + 1, rows, cache, jax.tree.map(lambda draws, x: draws.at[step].set(x), drawn, step_draws)
 
         start = (jnp.zeros((), jnp.int32), rows, caches.begin(caches.window(cache, window), prefix), drawn)
-        step, rows, part, drawn = jax.lax.while_loop(wanted, advance, start)
-        after = written_back(table, layout, rows, drawn)
-        before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))
-        attended = jnp.sum(lengths * (lengths - 1) - before * (before - 1)) / 2
+        step, rows, part, drawn = jax.lax.while_loop(unfinished, advance, start)
+        new_table = written_back(table, layout, rows, drawn)
+        old_lengths, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, new_table.rows.lengths))
+        attended = jnp.sum(lengths * (lengths - 1) - old_lengths * (old_lengths - 1)) / 2
         return (
-            after,
+            new_table,
             caches.restore(cache, part, window),
-            Flags(after.rows.alive, step, jnp.sum(lengths - before), attended),
+            Flags(new_table.rows.alive, step, jnp.sum(lengths - old_lengths), attended),
         )
 
 

@@ -98,20 +98,20 @@ class Spent(NamedTuple):
     gap_max: float = 0.0
 
     def plus(self, other: Spent) -> Spent:
-        both = zip(self._fields, self, other)
-        return Spent(*(max(a, b) if name.startswith("gap") else a + b for name, a, b in both))
+        pairs = zip(self._fields, self, other)
+        return Spent(*(max(a, b) if name.startswith("gap") else a + b for name, a, b in pairs))
 
     def metrics(self) -> dict[str, float]:
         """Return decode steps, the share of their rows that were unfinished, and that of empty slots read."""
-        measured = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
+        metrics = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
         if self.syncing:
-            measured["sync_seconds"] = self.syncing
+            metrics["sync_seconds"] = self.syncing
         if self.gap_max:
             gaps = {"sync_gap": self.gap_mean, "sync_gap/p99": self.gap_p99, "sync_gap/max": self.gap_max}
-            measured |= gaps
+            metrics |= gaps
         if self.steps == 0:
-            return {"decode_steps": 0.0, **measured}
-        return measured | {
+            return {"decode_steps": 0.0, **metrics}
+        return metrics | {
             "decode_steps": float(self.steps),
             "decode_occupancy": self.tokens / self.row_steps,
             "decode_padding": 1 - self.attended / self.slots_read,
@@ -211,9 +211,9 @@ class SamplerSource:
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
     ) -> list[Turn]:
         """Draw all rows of a batch."""
-        early = {"report": report} if report else {}
-        drawn = self._fetch(self._sample(self._ready(), self._place(batch.prompts), batch.key, **early))
-        return turns_of(batch, drawn, version=self._version)
+        options = {"report": report} if report else {}
+        rollout = self._fetch(self._sample(self._ready(), self._place(batch.prompts), batch.key, **options))
+        return turns_of(batch, rollout, version=self._version)
 
     def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:
         """Draw the next turns of rows, which are computed again from their prompts on."""
@@ -225,8 +225,8 @@ class SamplerSource:
         key = jax.random.wrap_key_data(
             jax.numpy.asarray(words), impl=kind
         )  # it is the training mesh's, the prompts are the sampler's
-        drawn = self._fetch(self._sample_on(self._ready(), self._place(prompts), key))
-        return [turn_of_row(drawn, request.id, version=self._version) for request in requests]
+        rollout = self._fetch(self._sample_on(self._ready(), self._place(prompts), key))
+        return [turn_of_row(rollout, request.id, version=self._version) for request in requests]
 
     def _ready(self) -> Any:
         if self._prepared is None:
@@ -247,15 +247,15 @@ def turns_of(batch: Batch, rollout: Rollout, *, version: int) -> list[Turn]:
 def turn_of_row(rollout: Rollout, id: RowId, *, version: int) -> Turn:
     """Take a row's last turn out of a rollout, in which all before it counts as prompt; all arrays are numpy."""
     b, width = id.row, rollout.tokens.shape[1] - rollout.completion.shape[1]
-    inside = np.asarray(rollout.extent[b])
-    logps, whole = (np.asarray(x[b])[inside] for x in (rollout.filtered_logps, rollout.behaviour_logps))
+    extent = np.asarray(rollout.extent[b])
+    logps, whole_logps = (np.asarray(x[b])[extent] for x in (rollout.filtered_logps, rollout.behaviour_logps))
     return Turn(
         id,
-        np.asarray(rollout.tokens[b, width:])[inside],
+        np.asarray(rollout.tokens[b, width:])[extent],
         logps,
         np.full(len(logps), version, np.int32),
         "stop" if rollout.ended[b] else "length",
-        None if np.array_equal(logps, whole, equal_nan=True) else whole,
+        None if np.array_equal(logps, whole_logps, equal_nan=True) else whole_logps,
         None if rollout.experts is None else np.asarray(rollout.experts[b])[np.asarray(rollout.valid[b])],
     )
 
@@ -264,11 +264,11 @@ SHORT = 128
 """Tokens below which it does not pay to compute rows that go on in several widths."""
 
 
-def widths_of_rows(most: int) -> list[int]:
-    """List the positions beyond the prompts' of rows that go on: a quarter, half or all of ``most``, so that programs
-    are few.
+def widths_of_rows(max_new: int) -> list[int]:
+    """List the positions beyond the prompts' of rows that go on: a quarter, half or all of ``max_new``, so that
+    programs are few.
     """
-    return [size for size in (most // 4, most // 2) if size >= SHORT] + [most]
+    return [size for size in (max_new // 4, max_new // 2) if size >= SHORT] + [max_new]
 
 
 def rows_so_far(batch: Batch, requests: Sequence[Request], numbers: Sequence[int]) -> PromptBatch:
@@ -297,18 +297,18 @@ def requested(batch: Batch, turns: Sequence[Turn]) -> list[tuple[Request, Turn]]
     """
     rows, pairs = dict(enumerate(batch.requests)), []
     for turn in sorted(turns, key=lambda turn: turn.id):
-        before = rows[turn.id.row]
-        if turn.id.turn != before.id.turn:
-            raise ValueError(f"{turn.id}: expected the row's turn {before.id.turn}")
-        said = np.concatenate([before.tokens, np.asarray(turn.observed, np.int32)])
-        request = before._replace(tokens=said)
+        expected = rows[turn.id.row]
+        if turn.id.turn != expected.id.turn:
+            raise ValueError(f"{turn.id}: expected the row's turn {expected.id.turn}")
+        context = np.concatenate([expected.tokens, np.asarray(turn.observed, np.int32)])
+        request = expected._replace(tokens=context)
         pairs.append((request, turn))
-        after = np.concatenate([said, turn.tokens])
-        rows[turn.id.row] = request._replace(id=turn.id._replace(turn=turn.id.turn + 1), tokens=after)
+        tokens = np.concatenate([context, turn.tokens])
+        rows[turn.id.row] = request._replace(id=turn.id._replace(turn=turn.id.turn + 1), tokens=tokens)
     return pairs
 
 
-def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: int) -> Rollout:
+def rollout_of(batch: Batch, pairs: Sequence[tuple[Request, Turn]], *, pad_id: int) -> Rollout:
     """Lay the turns of a batch's rows out as arrays, ``batch.max_new`` positions after the prompts.
 
     Between two turns of a row stand the ids that the later request adds; the policy did not write them.
@@ -321,43 +321,43 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
     )
     count, T = len(tokens), batch.max_new
     ids, completion = np.full((count, T), pad_id, np.int32), np.zeros((count, T), bool)
-    whole, logps = np.zeros((2, count, T), np.float32)
+    whole_logps, logps = np.zeros((2, count, T), np.float32)
     turns, versions = np.zeros((count, T), np.int32), np.full((count, T), -1, np.int32)
     ended, lengths, experts = np.zeros(count, bool), np.zeros(count, np.int32), None
-    taught = np.zeros((count, T), np.float32) if any(turn.teacher_logps is not None for _, turn in drawn) else None
+    teacher = np.zeros((count, T), np.float32) if any(turn.teacher_logps is not None for _, turn in pairs) else None
     rewards, failed, states = np.zeros((count, T), np.float32), np.zeros(count, bool), np.full(count, None)
-    plays = any(turn.reward is not None for _, turn in drawn)
-    for request, turn in sorted(drawn, key=lambda each: each[0].id):
-        b, prompt, before = request.id.row, request.prompt_length, lengths[request.id.row]
+    plays = any(turn.reward is not None for _, turn in pairs)
+    for request, turn in sorted(pairs, key=lambda pair: pair[0].id):
+        b, prompt, length = request.id.row, request.prompt_length, lengths[request.id.row]
         start, stop = len(request.tokens) - prompt, len(request.tokens) - prompt + len(turn.tokens)
-        if start < before or not np.array_equal(request.tokens[prompt : prompt + before], ids[b, :before]):
+        if start < length or not np.array_equal(request.tokens[prompt : prompt + length], ids[b, :length]):
             raise ValueError(f"{request.id}: the request does not continue its row; ids are only ever appended")
         if stop > T:
             raise ValueError(f"{request.id}: {stop} ids after the prompt, room for {T}")
-        new = slice(start, stop)
-        ids[b, before:start], ids[b, new], completion[b, new] = request.tokens[prompt + before :], turn.tokens, True
-        logps[b, new], whole[b, new] = turn.logps, turn.logps if turn.whole_logps is None else turn.whole_logps
-        turns[b, before:stop], versions[b, new] = request.id.turn, turn.versions
+        span = slice(start, stop)
+        ids[b, length:start], ids[b, span], completion[b, span] = request.tokens[prompt + length :], turn.tokens, True
+        logps[b, span], whole_logps[b, span] = turn.logps, turn.logps if turn.whole_logps is None else turn.whole_logps
+        turns[b, length:stop], versions[b, span] = request.id.turn, turn.versions
         lengths[b], ended[b], failed[b] = stop, turn.finish == "stop", turn.finish == "error"
         rewards[b, stop - 1], states[b] = turn.reward or 0, turn.state
-        if taught is not None:
-            taught[b, new] = 0 if turn.teacher_logps is None else turn.teacher_logps
+        if teacher is not None:
+            teacher[b, span] = 0 if turn.teacher_logps is None else turn.teacher_logps
         if turn.experts is not None:
             if experts is None:
                 experts = np.zeros((count, tokens.shape[1] + T, *turn.experts.shape[1:]), turn.experts.dtype)
             at = tokens.shape[1] - prompt
             experts[b, at : at + len(turn.experts)] = turn.experts
-    if missing := set(range(count)) - {request.id.row for request, _ in drawn}:
-        raise ValueError(f"rows {sorted(missing)} of {count} have no turn")
+    if missing_rows := set(range(count)) - {request.id.row for request, _ in pairs}:
+        raise ValueError(f"rows {sorted(missing_rows)} of {count} have no turn")
     episode = (batch.attempt * count + np.arange(count)).astype(np.int32)
     return Rollout(
         tokens=np.concatenate([tokens, ids], axis=1),  # pyright: ignore[reportArgumentType]
         valid=np.concatenate([valid, np.arange(T) < lengths[:, None]], axis=1),  # pyright: ignore[reportArgumentType]
         completion=completion,  # pyright: ignore[reportArgumentType]
-        behaviour_logps=whole,  # pyright: ignore[reportArgumentType]
+        behaviour_logps=whole_logps,  # pyright: ignore[reportArgumentType]
         filtered_logps=logps,  # pyright: ignore[reportArgumentType]
         ended=ended,  # pyright: ignore[reportArgumentType]
         experts=experts,  # pyright: ignore[reportArgumentType]
-        teacher_logps=taught,  # pyright: ignore[reportArgumentType]
+        teacher_logps=teacher,  # pyright: ignore[reportArgumentType]
         origin=Origin(turns, versions, episode, *((rewards, failed, states) if plays else ())),  # pyright: ignore[reportArgumentType]
     )

@@ -78,7 +78,7 @@ def _automaton(strings: Sequence[bytes]) -> Int32[np.ndarray, "states 256"]:
         for byte, child in children[state].items():
             step[state, byte] = child
     # All states that end a string become one, the last.
-    kept = [state for state in range(count) if state not in ends]
-    renamed = np.full(count, len(kept), np.int32)
-    renamed[kept] = np.arange(len(kept))
-    return np.concatenate([renamed[step[kept]], np.full((1, 256), len(kept), np.int32)])
+    nonfinal = [state for state in range(count) if state not in ends]
+    new_states = np.full(count, len(nonfinal), np.int32)
+    new_states[nonfinal] = np.arange(len(nonfinal))
+    return np.concatenate([new_states[step[nonfinal]], np.full((1, 256), len(nonfinal), np.int32)])

@@ -28,11 +28,11 @@ def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
     blocks = layout.shape[0]
 
     def pick(x: Array) -> Array:
-        picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(_in_blocks(x, blocks), layout)
-        return picked.reshape(-1, *x.shape[1:])
+        slot_rows = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(_in_blocks(x, blocks), layout)
+        return slot_rows.reshape(-1, *x.shape[1:])
 
-    picked = jax.tree.map(pick, rows)
-    return picked._replace(alive=picked.alive & (layout >= 0).reshape(-1))
+    slot_rows = jax.tree.map(pick, rows)
+    return slot_rows._replace(alive=slot_rows.alive & (layout >= 0).reshape(-1))
 
 
 def _in_blocks(rows: Array, blocks: int) -> Array:
@@ -42,40 +42,40 @@ def _in_blocks(rows: Array, blocks: int) -> Array:
 def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, drawn: Drawn) -> Table:
     """Return the table after a segment: ``rows`` of the layout [D * r] and their draws in its K steps, [K, D * r]."""
     blocks, n = layout.shape[0], table.rows.token.shape[0] // layout.shape[0]
-    same = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
-    in_segment, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
+    matches = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
+    in_segment, slot = jnp.any(matches, axis=1), jnp.argmax(matches, axis=1)  # [D, n]
 
-    def back(old: Array, new: Array) -> Array:
+    def merge_rows(old: Array, new: Array) -> Array:
         wide = (slice(None), slice(None), *[None] * (new.ndim - 1))
-        moved = jnp.take_along_axis(_in_blocks(new, blocks), slot[wide], axis=1)
-        return jnp.where(in_segment[wide], moved, _in_blocks(old, blocks)).reshape(old.shape)
+        new_by_row = jnp.take_along_axis(_in_blocks(new, blocks), slot[wide], axis=1)
+        return jnp.where(in_segment[wide], new_by_row, _in_blocks(old, blocks)).reshape(old.shape)
 
-    before = table.rows
-    after = Rows(
-        keys=before.keys,
-        prompts=before.prompts,
-        token=back(before.token, rows.token),
-        lengths=back(before.lengths, rows.lengths),
-        alive=back(before.alive, rows.alive),
-        ended=back(before.ended, rows.ended),
-        seen=jax.tree.map(back, before.seen, rows.seen),  # None stays None
-        matched=jax.tree.map(back, before.matched, rows.matched),
-        written=before.written,
+    old_rows = table.rows
+    new_rows = Rows(
+        keys=old_rows.keys,
+        prompts=old_rows.prompts,
+        token=merge_rows(old_rows.token, rows.token),
+        lengths=merge_rows(old_rows.lengths, rows.lengths),
+        alive=merge_rows(old_rows.alive, rows.alive),
+        ended=merge_rows(old_rows.ended, rows.ended),
+        seen=jax.tree.map(merge_rows, old_rows.seen, rows.seen),  # None stays None
+        matched=jax.tree.map(merge_rows, old_rows.matched, rows.matched),
+        written=old_rows.written,
     )
     columns = jnp.arange(table.drawn.token.shape[1])
-    inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
-    step = jnp.clip(columns - before.lengths[:, None], 0, drawn.token.shape[0] - 1)
+    is_new = (columns >= old_rows.lengths[:, None]) & (columns < new_rows.lengths[:, None])
+    step = jnp.clip(columns - old_rows.lengths[:, None], 0, drawn.token.shape[0] - 1)
 
-    def laid(old: Shaped[Array, "B T *x"], new: Shaped[Array, "K R *x"]) -> Shaped[Array, "B T *x"]:
+    def merge_draws(old: Shaped[Array, "B T *x"], new: Shaped[Array, "K R *x"]) -> Shaped[Array, "B T *x"]:
         def wide(index: Array, ndim: int) -> Array:
             return index.reshape(*index.shape, *[1] * (ndim - index.ndim))
 
         in_blocks = jnp.swapaxes(new, 0, 1).reshape(blocks, -1, new.shape[0], *new.shape[2:])
         by_row = jnp.take_along_axis(in_blocks, wide(slot, in_blocks.ndim), axis=1)
         by_row = by_row.reshape(-1, *by_row.shape[2:])
-        return jnp.where(wide(inside, old.ndim), jnp.take_along_axis(by_row, wide(step, old.ndim), axis=1), old)
+        return jnp.where(wide(is_new, old.ndim), jnp.take_along_axis(by_row, wide(step, old.ndim), axis=1), old)
 
-    return table._replace(rows=after, drawn=jax.tree.map(laid, table.drawn, drawn))
+    return table._replace(rows=new_rows, drawn=jax.tree.map(merge_draws, table.drawn, drawn))
 
 
 def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[Array, "B"]]:
