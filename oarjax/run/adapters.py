@@ -28,11 +28,11 @@ def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
     Raises:
         ConfigError: this policy cannot have these adapters.
     """
-    whole = abstract_params(model, dtype=jnp.float32)
+    weights = abstract_params(model, dtype=jnp.float32)
     if lora.rank == 0:
-        return whole
+        return weights
     try:
-        return adapter_shapes(whole, rank=lora.rank, targets=lora.targets)
+        return adapter_shapes(weights, rank=lora.rank, targets=lora.targets)
     except ValueError as error:
         raise ConfigError(f"lora.{error}") from error
 

@@ -50,20 +50,20 @@ def learning_mesh(sizes: MeshConfig, drawing: int | None) -> Mesh:
     """
     if drawing is None:
         return make_mesh(**sizes.model_dump())
-    devices, where = jax.devices(), f"rollout.devices: {drawing}"
+    devices, field = jax.devices(), f"rollout.devices: {drawing}"
     if jax.process_count() > 1:
         raise DeviceError(
-            f"{where}, in a run of {jax.process_count()} processes, which draw and learn in turn; set null and "
+            f"{field}, in a run of {jax.process_count()} processes, which draw and learn in turn; set null and "
             "update.lag=0, or run one process"
         )
     if drawing >= len(devices):
         raise DeviceError(
-            f"{where}, and there are {len(devices)} devices, of which one at least has to learn; lower it, or set null"
+            f"{field}, and there are {len(devices)} devices, of which one at least has to learn; lower it, or set null"
         )
     try:
         return make_mesh(**sizes.model_dump(), devices=devices[:-drawing])
     except DeviceError as error:
-        raise DeviceError(f"{error}; {where} others draw") from error
+        raise DeviceError(f"{error}; {field} others draw") from error
 
 
 def open_apart(
@@ -82,9 +82,9 @@ def open_apart(
     """
     count, tensor, expert = rollout.devices or 0, rollout.tensor or mesh.shape["tensor"], mesh.shape["expert"]
     check_copies(count, tensor * expert)
-    last = jax.devices()[-count:]
-    own = make_mesh(slice=1, data=-1, fsdp=1, tensor=tensor, expert=expert, devices=last)
-    layout = rollout_layout(policy, rollout, lora, model, own)
+    devices = jax.devices()[-count:]
+    rollout_mesh = make_mesh(slice=1, data=-1, fsdp=1, tensor=tensor, expert=expert, devices=devices)
+    layout = rollout_layout(policy, rollout, lora, model, rollout_mesh)
     for name, rows in {"rollout.prompts": rollout.prompts, "rollout.slots": rollout.slots}.items():
         if rows is not None:
             remedy = ", another rollout.devices, or a larger rollout.tensor"
@@ -128,10 +128,10 @@ class ApartSource(SamplerSource):
         """Send the parameters to the devices that draw; those that learn may change theirs afterwards."""
         if self._prepared is not None:
             return
-        began = time.perf_counter()
-        sent = jax.device_put(self._prepare(self._params), self._apart.layout.params)
-        self._prepared, self._params = jax.block_until_ready(sent), None
-        self._sending += time.perf_counter() - began
+        start = time.perf_counter()
+        params = jax.device_put(self._prepare(self._params), self._apart.layout.params)
+        self._prepared, self._params = jax.block_until_ready(params), None
+        self._sending += time.perf_counter() - start
 
     def cancel(self) -> None:
         """Give up what is being drawn, where rows end."""
@@ -146,11 +146,11 @@ class ApartSource(SamplerSource):
             InterruptedError: it was cancelled.
         """
 
-        def keep(news: EndedRows) -> None:
+        def keep(ended_rows: EndedRows) -> None:
             if self._cancelled.is_set():
                 raise InterruptedError("rollout.devices: the run stopped while rows were drawn")
             if report is not None:
-                report(news)
+                report(ended_rows)
 
         return super().draw(batch._replace(key=jax.device_put(batch.key, self._apart.everywhere)), keep, rows=rows)
 

@@ -25,10 +25,10 @@ def check_grading(cfg: Config) -> None:
         load_plugins(cfg.grading.plugins)
         find_rewards([r.name for r in cfg.grading.rewards], {r.name: r.settings for r in cfg.grading.rewards})
         reading = [r.name for r in cfg.grading.rewards if r.name in READ_ANSWERS]
-        grouped = [r.name for r in cfg.grading.rewards if calls_of(r.name) != "sample"]
-        if grouped and cfg.distributed.coordinator is not None:
+        names = [r.name for r in cfg.grading.rewards if calls_of(r.name) != "sample"]
+        if names and cfg.distributed.coordinator is not None:
             raise ConfigError(
-                f"grading.rewards: {', '.join(grouped)} sees whole groups or batches, but each of several processes "
+                f"grading.rewards: {', '.join(names)} sees whole groups or batches, but each of several processes "
                 "grades a share of the rows; use rewards per sample there"
             )
         if cfg.credit.answer.style == "none" and reading:
@@ -50,9 +50,9 @@ def check_grading(cfg: Config) -> None:
 def check_report(report: ReportConfig) -> None:
     """Check early for the optional packages that reports need."""
     needs = {"pyarrow": ("report.groups", "0", "hub", report.groups > 0)}
-    rest = ", ".join(name for name in report.to if name not in PACKAGES)
+    builtin = ", ".join(name for name in report.to if name not in PACKAGES)
     for name, (package, extra) in PACKAGES.items():
-        needs[package] = ("report.to", f"[{rest}]", extra, name in report.to)
+        needs[package] = ("report.to", f"[{builtin}]", extra, name in report.to)
     for package, (field, replacement, extra, requested) in needs.items():
         if requested and find_spec(package) is None:
             raise ConfigError(

@@ -38,8 +38,8 @@ def compiled_ahead(run: Run, *, evaluates_first: bool) -> Iterator[Background | 
     As many at once as a quarter of the cores: each takes 1 to 2 GiB for a large policy. Of several processes with GPUs
     none does: they tune a program together, which takes all of them in one order.
     """
-    together = jax.process_count() > 1 and run.mesh.devices.flat[0].platform == "gpu"
-    if not run.compiles_ahead or together:
+    gpu_processes = jax.process_count() > 1 and run.mesh.devices.flat[0].platform == "gpu"
+    if not run.compiles_ahead or gpu_processes:
         yield None
         return
     with Background(threads=compiled_at_once(os.cpu_count() or 1)) as background:
@@ -73,21 +73,21 @@ def compiled_at_once(cores: int) -> int:
 def in_order(shapes: ProgramShapes, *, evaluates_first: bool) -> Iterator[PhaseProgram]:
     """List the programs as a run needs them, but first the longest of the update: no other takes as long to compile."""
     learning = sorted(by_length(shapes), key=lambda program: -program.static["bucket"].completion)
-    most = learning[0].static["bucket"].completion
-    *others, last = shapes.learning_programs()
+    longest = learning[0].static["bucket"].completion
+    *scoring, update = shapes.learning_programs()
     evaluation = [] if shapes.cfg.data.eval is None else shapes.every_sampling_program("evaluate")
-    yield from (program for program in learning if program.static["bucket"].completion == most)
+    yield from (program for program in learning if program.static["bucket"].completion == longest)
     yield from (program for program, _ in evaluation if evaluates_first)
     if not shapes.cfg.rollout.outside:
         yield from (program for program, _ in shapes.every_sampling_program("sample"))
     steps = shapes.steps
     if steps.fused_zeros is None:
-        yield last._replace(jitted=steps.zeros, args=last.args[1:3], static={})
+        yield update._replace(jitted=steps.zeros, args=update.args[1:3], static={})
     else:
-        yield last._replace(jitted=steps.fused_zeros, args=last.args[1:4], static={})
-    yield from (program for program in others if program.phase == "credit")
+        yield update._replace(jitted=steps.fused_zeros, args=update.args[1:4], static={})
+    yield from (program for program in scoring if program.phase == "credit")
     yield shapes.apply_program()
-    yield from (program for program in learning if program.static["bucket"].completion < most)
+    yield from (program for program in learning if program.static["bucket"].completion < longest)
     yield from (program for program, _ in evaluation if not evaluates_first)
 
 
@@ -115,7 +115,7 @@ def _call_small(shapes: ProgramShapes) -> None:
     steps.advantages(rewards, dict.fromkeys(names, zeros), past)
     steps.equal_groups(rewards, past)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
-    others = shapes.learning_programs()[:-1]
-    for shape in jax.tree.leaves([program.args[0] for program in others if program.phase == "credit"]):
-        empty = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
-        jnp.add(empty, empty)
+    programs = shapes.learning_programs()[:-1]
+    for shape in jax.tree.leaves([program.args[0] for program in programs if program.phase == "credit"]):
+        scores = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
+        jnp.add(scores, scores)

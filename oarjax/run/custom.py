@@ -207,16 +207,16 @@ def check_reweighing(method: CreditMethod, context: Context, *, field: str) -> N
     if method.reweigh is None:
         return
     inputs = random_inputs(("logps", "teacher_logps"))
-    now, then = all_required(inputs.signals, ("logps", "teacher_logps"), context)
+    new_logps, old_logps = all_required(inputs.signals, ("logps", "teacher_logps"), context)
     tokens = jnp.zeros((ROWS, 2 * LENGTH), jnp.int32)
     batch = TrainBatch(
         tokens=tokens,
         valid=tokens == 0,
         completion=inputs.completion,
         advantages=jnp.where(inputs.completion, inputs.advantages[:, None], 0.0),
-        old_logps=then,
+        old_logps=old_logps,
         ref_logps=None,
-        behaviour_logps=then,
+        behaviour_logps=old_logps,
     )
     expected = f"token weights [{ROWS}, {LENGTH}]"
     function, field = method.reweigh, f"{field}: reweigh"
@@ -224,25 +224,25 @@ def check_reweighing(method: CreditMethod, context: Context, *, field: str) -> N
     def reweigh(logps: Array, batch: TrainBatch) -> Array:
         return function(logps, batch, context)
 
-    weights = _traced(reweigh, field, expected, now, batch)
+    weights = _traced(reweigh, field, expected, new_logps, batch)
     if getattr(weights, "shape", None) != (ROWS, LENGTH):
         raise ConfigError(f"{field}: expected {expected}, got {_shapes(weights)}")
-    _check_values(reweigh(now, batch), inputs.completion, field, positive=True)
+    _check_values(reweigh(new_logps, batch), inputs.completion, field, positive=True)
 
 
-def _check_values(returned: Array, completion: Array, field: str, *, positive: bool) -> None:
+def _check_values(result: Array, completion: Array, field: str, *, positive: bool) -> None:
     """Refuse numbers that are not finite, and negative ones where weights are expected."""
-    values = np.asarray(returned, np.float64)[np.asarray(completion)]
-    wrong = values[~np.isfinite(values)]
-    if not len(wrong) and positive:
-        wrong = values[values < 0]
-    if len(wrong):
+    values = np.asarray(result, np.float64)[np.asarray(completion)]
+    bad = values[~np.isfinite(values)]
+    if not len(bad) and positive:
+        bad = values[values < 0]
+    if len(bad):
         expected, remedy = "finite numbers", "mask out what it divides by or takes the logarithm of"
         if positive:
             expected = "weights that are finite and at least 0"
             remedy = "clip them with jnp.maximum, or return the tokens' advantages and set kind='advantages'"
         raise ConfigError(
-            f"{field}: expected {expected}, got {wrong[0]:.4g} on random numbers, at {len(wrong)} of {len(values)} "
+            f"{field}: expected {expected}, got {bad[0]:.4g} on random numbers, at {len(bad)} of {len(values)} "
             f"tokens; {remedy}"
         )
 
@@ -251,8 +251,8 @@ def random_inputs(needs: Sequence[str]) -> CreditInputs:
     """Draw inputs of a credit method in the ranges that they have in a run; they are the same at every call."""
     draw = np.random.default_rng(0)
 
-    def floats(low: int, high: int, *more: int) -> Array:
-        return jnp.asarray(draw.uniform(low, high, (ROWS, LENGTH, *more)), jnp.float32)
+    def floats(low: int, high: int, *axes: int) -> Array:
+        return jnp.asarray(draw.uniform(low, high, (ROWS, LENGTH, *axes)), jnp.float32)
 
     positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
     turns = positions // 3 + 1

@@ -80,14 +80,16 @@ def _try_environment(environments: Environments, columns: dict[str, Any]) -> Non
 def _doubt(grades: Grades) -> str | None:
     """Describe what is odd about the grades of a reference answer and of nonsense, or return None."""
     scores = {name: values[0] for name, values in grades.per_reward.items() if not np.isnan(values[0])}
-    shown = ", ".join(f"{name} {value:g}" for name, value in scores.items())
-    verdict, note, (right, wrong) = grades.verdicts[0], grades.notes[0], grades.rewards
+    rewards = ", ".join(f"{name} {value:g}" for name, value in scores.items())
+    verdict, note, (reference, nonsense) = grades.verdicts[0], grades.notes[0], grades.rewards
     if verdict == "timeout":
         return f"has no grade ({note}); is grading.deadline long enough?"
     if verdict == "ungraded":
         return f"has no grade ({note}); do data.train's answers have the form that the rewards expect?"
     if any(scores.get(name, 1.0) != 1.0 for name in READERS):
-        return f"is not graded as right ({shown}); does it fit credit.answer.style?"
-    if np.isfinite(wrong) and right < wrong:
-        return f"gets {right:g} ({shown}) and nonsense {wrong:g}; are the weights of grading.rewards as intended?"
+        return f"is not graded as right ({rewards}); does it fit credit.answer.style?"
+    if np.isfinite(nonsense) and reference < nonsense:
+        return (
+            f"gets {reference:g} ({rewards}) and nonsense {nonsense:g}; are the weights of grading.rewards as intended?"
+        )
     return None

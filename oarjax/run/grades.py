@@ -127,11 +127,11 @@ class RolloutGrading:
         The overlong penalty is subtracted from the rewards.
         """
         early_rows = [rows for rows, _ in self._submitted]
-        left = np.setdiff1d(self._share, np.concatenate(early_rows)) if early_rows else self._share
-        if len(left) or not early_rows:
+        other_rows = np.setdiff1d(self._share, np.concatenate(early_rows)) if early_rows else self._share
+        if len(other_rows) or not early_rows:
             turns, played = written_turns(rollout), list(zip(turn_rewards(rollout), last_states(rollout), strict=True))
-            ended = np.asarray(rollout.ended)[left].tolist()
-            self._submit(left, [turns[b] for b in left], ended, [played[b] for b in left])
+            ended = np.asarray(rollout.ended)[other_rows].tolist()
+            self._submit(other_rows, [turns[b] for b in other_rows], ended, [played[b] for b in other_rows])
         lengths = np.asarray(rollout.extent).sum(1)
 
         @cache  # called more than once, and all processes must gather equally often
@@ -150,20 +150,20 @@ class RolloutGrading:
         samples = [
             Sample(
                 prompt=self._problems[b].prompt,
-                completion="\n".join(cut_text(text_of(ids, self._table), self._rollout.stop) for ids in each),
+                completion="\n".join(cut_text(text_of(ids, self._table), self._rollout.stop) for ids in row_turns),
                 answer=self._problems[b].reference,
                 ended=bool(has_ended),
-                tokens=sum(map(len, each)),
+                tokens=sum(map(len, row_turns)),
                 columns=self._problems[b].columns,
                 group=int(b) // self._group,
                 limit=self._rollout.max_new,
                 chat=self._problems[b].chat,
                 rewards=self._problems[b].rewards,
-                completion_ids=[i for ids in each for i in ids] if self._ids else (),
+                completion_ids=[i for ids in row_turns for i in ids] if self._ids else (),
                 turn_rewards=gains,
                 environment=state,
             )
-            for b, each, has_ended, (gains, state) in zip(
+            for b, row_turns, has_ended, (gains, state) in zip(
                 rows, turns, ended, played or [((), None)] * len(rows), strict=True
             )
         ]
@@ -179,7 +179,7 @@ class RolloutGrading:
         window = self._grading.overlong_window
         if window == 0:
             return grades
-        cut = np.asarray(
+        penalty = np.asarray(
             overlong_penalty(
                 jnp.asarray(lengths),
                 max_length=self._rollout.max_new,
@@ -188,7 +188,7 @@ class RolloutGrading:
             ),
             np.float32,
         )
-        return replace(grades, rewards=grades.rewards - cut, per_reward={**grades.per_reward, "overlong": -cut})
+        return replace(grades, rewards=grades.rewards - penalty, per_reward={**grades.per_reward, "overlong": -penalty})
 
 
 def written_turns(rollout: Rollout) -> list[list[list[int]]]:
@@ -209,8 +209,8 @@ def turn_rewards(rollout: Rollout) -> list[list[float]]:
     gains, extent = np.asarray(rollout.origin.rewards), np.asarray(rollout.extent)
     turns = np.asarray(rollout.origin.turns)
     return [
-        [float(gain[inside & (number == k)].sum()) for k in range(1 + int(number[inside].max(initial=0)))]
-        for gain, inside, number in zip(gains, extent, turns)
+        [float(gain[mask & (number == k)].sum()) for k in range(1 + int(number[mask].max(initial=0)))]
+        for gain, mask, number in zip(gains, extent, turns)
     ]
 
 
@@ -226,11 +226,11 @@ def without_failed(grades: Grades, rollout: Rollout) -> Grades:
     if rollout.origin is None or rollout.origin.failed is None or not np.any(rollout.origin.failed):
         return grades
     failed = np.asarray(rollout.origin.failed)
-    nothing = np.float32(np.nan)
+    nan = np.float32(np.nan)
     return replace(
         grades,
-        rewards=np.where(failed, nothing, grades.rewards),
-        per_reward={name: np.where(failed, nothing, values) for name, values in grades.per_reward.items()},
+        rewards=np.where(failed, nan, grades.rewards),
+        per_reward={name: np.where(failed, nan, values) for name, values in grades.per_reward.items()},
         verdicts=["ungraded" if f else v for f, v in zip(failed, grades.verdicts)],
         notes=["the environment failed" if f else note for f, note in zip(failed, grades.notes)],
     )

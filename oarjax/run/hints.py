@@ -99,16 +99,18 @@ def played_turns(
     rollout: Rollout, table: Sequence[bytes], rows: Collection[int] | None = None
 ) -> list[list[PlayedTurn]]:
     """Return the turns of rows, by default all, as a marker reads them."""
-    rewards, written, extent = turn_rewards(rollout), np.asarray(rollout.completion), np.asarray(rollout.extent)
-    numbers = np.zeros(written.shape, int) if rollout.origin is None else np.asarray(rollout.origin.turns)
-    ids, played = np.asarray(rollout.tokens)[:, -written.shape[1] :], []
+    rewards, completion, extent = turn_rewards(rollout), np.asarray(rollout.completion), np.asarray(rollout.extent)
+    numbers = np.zeros(completion.shape, int) if rollout.origin is None else np.asarray(rollout.origin.turns)
+    ids, played = np.asarray(rollout.tokens)[:, -completion.shape[1] :], []
     for b, turns in enumerate(written_turns(rollout)):
         if rows is not None and b not in rows:
             continue
-        said = [text_of(ids[b][extent[b] & ~written[b] & (numbers[b] == k)].tolist(), table) for k in range(len(turns))]
+        observations = [
+            text_of(ids[b][extent[b] & ~completion[b] & (numbers[b] == k)].tolist(), table) for k in range(len(turns))
+        ]
         gains = rewards[b] or [0.0] * len(turns)
-        each = zip(turns, said, gains, strict=True)
-        played.append([PlayedTurn(text_of(tokens, table), observed, gain) for tokens, observed, gain in each])
+        parts = zip(turns, observations, gains, strict=True)
+        played.append([PlayedTurn(text_of(tokens, table), observed, gain) for tokens, observed, gain in parts])
     return played
 
 

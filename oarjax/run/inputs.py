@@ -38,17 +38,17 @@ def check_inputs(run: Run, folder: Path | None = None) -> Differences:
     """
     folder = folder or run.folder
     recorded = read_inputs(folder)
-    now, files = _inputs(run, recorded.files if recorded else {})
-    return record_inputs(folder, now, files)
+    inputs, files = _inputs(run, recorded.files if recorded else {})
+    return record_inputs(folder, inputs, files)
 
 
 def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
-    now = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
+    inputs = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
     rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
-    now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
-    now |= {f"code/{code}": digest for code, digest in code_digests(code_places(run.cfg)).items()}
+    inputs |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
+    inputs |= {f"code/{code}": digest for code, digest in code_digests(code_places(run.cfg)).items()}
     names = [reward.name for reward in run.cfg.grading.rewards]
-    now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
+    inputs |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
     if run.cfg.rollout.recorded:
         rollouts = recorded_files(run.cfg.rollout.recorded, run=run.folder)
@@ -61,11 +61,11 @@ def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[s
         paths |= {f"policy/loss.teacher/{path.name}": path for path in policy_files(teacher.source)}
     commit = commit_of(run.source)
     if commit is not None:  # a commit's name is a digest of its files
-        now["policy/commit"] = commit
+        inputs["policy/commit"] = commit
     else:
         paths |= {f"policy/{path.name}": path for path in policy_files(run.source)}
     policy, files = digests(paths, recorded)
-    return now | policy, files
+    return inputs | policy, files
 
 
 def _digest(encoded: Encoded) -> str:

@@ -72,9 +72,9 @@ def _refuse_experts(policy: PolicyConfig, loss: LossConfig, mesh: Mesh) -> None:
         "policy.router": (policy.router, "recompute"),
         "loss.router_balance": (loss.router_balance, 0.0),
     }
-    for field, (value, other) in settings.items():
-        if value != other:
-            raise ConfigError(f"{field}: {value} needs a policy with experts, and this one has none; set {other}")
+    for field, (value, default) in settings.items():
+        if value != default:
+            raise ConfigError(f"{field}: {value} needs a policy with experts, and this one has none; set {default}")
 
 
 def training_layout(
@@ -104,17 +104,17 @@ def training_layout(
     )
 
 
-def _of_optimizer(optimizer: optax.GradientTransformation, shapes: Any, shardings: Any, other: NamedSharding) -> Any:
+def _of_optimizer(optimizer: optax.GradientTransformation, shapes: Any, shardings: Any, default: NamedSharding) -> Any:
     """Shard an array of the optimizer's state like the param whose path ends its own, and shape is its own.
 
-    Everything else, such as counts and factored moments, is ``other``.
+    Everything else, such as counts and factored moments, is ``default``.
     """
     paths = jax.tree_util.tree_leaves_with_path(shapes)
     params = {path: (x.shape, s) for (path, x), s in zip(paths, jax.tree.leaves(shardings), strict=True)}
 
     def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
         ends = (params.get(path[start:]) for start in range(len(path)))
-        return next((end[1] for end in ends if end is not None and end[0] == x.shape), other)
+        return next((end[1] for end in ends if end is not None and end[0] == x.shape), default)
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, shapes))
 
@@ -155,24 +155,24 @@ def rollout_layout(
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
     bound = partial(bind_policy, settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
     compute = compute_dtype_of(settings, sampling)
-    before = param_shardings(model, mesh)
+    shardings = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)
-    after = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)
-    other = sampling.shape["tensor"] != mesh.shape["tensor"]
+    rollout_shardings = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)
+    tensor_differs = sampling.shape["tensor"] != mesh.shape["tensor"]
 
     def prepare(params: Params) -> Params:
         if lora.rank:
-            params = jax.tree.map(jax.lax.with_sharding_constraint, merge_adapters(params, scale=lora.scale), before)
+            params = jax.tree.map(jax.lax.with_sharding_constraint, merge_adapters(params, scale=lora.scale), shardings)
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
-        cast = jax.tree.map(_constrained, params, cast, before)  # cast before the move: half the bytes
-        if other:
+        cast = jax.tree.map(_constrained, params, cast, shardings)  # cast before the move: half the bytes
+        if tensor_differs:
             cast = jax.tree.map(partial(_gathered, mesh, sampling, wide != model), cast, logical_axes(model))
         return sampling_params(model, cast, kv_heads=wide.num_key_value_heads, dtype=compute)
 
     rows = NamedSharding(sampling, batch_spec(sampling.shape))
     rounds = rollout.cache == "int8"
     policies = {"policy": bound(int8=rounds), "evaluated": bound() if rounds else None}
-    return RolloutLayout(**policies, prepare=prepare, params=after, rows=rows)
+    return RolloutLayout(**policies, prepare=prepare, params=rollout_shardings, rows=rows)
 
 
 def _constrained(old: Any, new: Any, sharding: NamedSharding) -> Any:
@@ -189,9 +189,9 @@ def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[s
         return x
     if "embed" not in names or ("kv_heads" in names and repeated):  # small
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-    before = [ROLLOUT[name] if name == "expert" else None for name in names[: names.index("embed")]]
+    lead = [ROLLOUT[name] if name == "expert" else None for name in names[: names.index("embed")]]
     for on, axes in ((mesh, ("fsdp", "tensor")), (sampling, "tensor")):
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(*before, axes)))
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(*lead, axes)))
     return x
 
 

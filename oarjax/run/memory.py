@@ -80,8 +80,8 @@ def phase_memory(shapes: ProgramShapes, program: PhaseProgram) -> PhaseMemory:
     compiled = fitting(shapes, program.phase, lambda: program.lower().compile())
     memory = compiled.memory_analysis()
     peak = peak_bytes(memory, platform=shapes.mesh.devices.flat[0].platform)
-    others = shapes.beside(program, read=memory.argument_size_in_bytes)
-    return PhaseMemory(program.phase, shapes.resident(program.phase), peak + others, program.name)
+    other_bytes = shapes.beside(program, read=memory.argument_size_in_bytes)
+    return PhaseMemory(program.phase, shapes.resident(program.phase), peak + other_bytes, program.name)
 
 
 def fitting(shapes: ProgramShapes, phase: Phase, work: Callable[[], Any]) -> Any:
@@ -103,8 +103,8 @@ def peak_bytes(memory: Any, *, platform: str) -> int:
     """Return the compiler's peak of one program; on a CPU, whose peak lacks temporaries, the sum as a bound."""
     if platform != "cpu":
         return memory.peak_memory_in_bytes
-    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return whole + memory.temp_size_in_bytes
+    buffers = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return buffers + memory.temp_size_in_bytes
 
 
 def report_memory(shapes: ProgramShapes, folder: Path, console: Console) -> list[PhaseMemory]:
@@ -116,15 +116,15 @@ def report_memory(shapes: ProgramShapes, folder: Path, console: Console) -> list
     limit = memory_limit(shapes.mesh.local_devices[0])
     phases = [phase_memory(shapes, program) for program in shapes.programs()]
     console.print(memory_table(phases, limit))
-    largest = {each.phase: each for each in sorted(phases, key=lambda each: each.peak)}  # of a phase's programs
-    for each in largest.values():
-        if limit is not None and not each.fits(limit):
+    largest = {phase.phase: phase for phase in sorted(phases, key=lambda phase: phase.peak)}  # of a phase's programs
+    for phase in largest.values():
+        if limit is not None and not phase.fits(limit):
             console.print(
-                f"phase {each.title} needs {gib(each.peak)} of {gib(limit)} GiB and will not fit; "
-                f"{remedy(each.phase, shapes.cfg)}",
+                f"phase {phase.title} needs {gib(phase.peak)} of {gib(limit)} GiB and will not fit; "
+                f"{remedy(phase.phase, shapes.cfg)}",
                 style="yellow",
             )
-    tree = {"limit": limit, "phases": [each._asdict() for each in phases]}
+    tree = {"limit": limit, "phases": [phase._asdict() for phase in phases]}
     only_first(lambda: write_durably(folder / FILE, json.dumps(tree, indent=1)))
     return phases
 
@@ -135,11 +135,11 @@ def memory_table(phases: Iterable[PhaseMemory], limit: int | None) -> Table:
     table = Table(title=f"GiB per device{of}, estimated by the compiler", title_justify="left")
     for name in ("phase", "resident", "peak"):
         table.add_column(name, justify="right" if name == "peak" else "left")
-    before = ""
-    for each in phases:
-        parts = "" if each.phase == before else ", ".join(f"{p} {gib(size)}" for p, size in each.resident.items())
-        before = each.phase
-        table.add_row(each.title, parts, gib(each.peak), style=None if each.fits(limit) else "yellow")
+    previous = ""
+    for phase in phases:
+        parts = "" if phase.phase == previous else ", ".join(f"{p} {gib(size)}" for p, size in phase.resident.items())
+        previous = phase.phase
+        table.add_row(phase.title, parts, gib(phase.peak), style=None if phase.fits(limit) else "yellow")
     return table
 
 
@@ -149,7 +149,7 @@ def memory_facts(folder: Path) -> dict[str, str]:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    top = max(tree["phases"], key=lambda each: each["peak"])
+    top = max(tree["phases"], key=lambda phase: phase["peak"])
     of = "" if tree["limit"] is None else f" of {gib(tree['limit'])}"
     return {"peak memory": f"{gib(top['peak'])}{of} GiB per device, phase {PhaseMemory(**top).title}"}
 

@@ -19,9 +19,9 @@ from oarjax.storage.folder import locked
 
 
 class Outside(NamedTuple):
-    """The replacement of a run's sampler; all None if there is none. ``held``: what else is open for it."""
+    """The replacement of a run's sampler; all None if there is none. ``stack``: what else is open for it."""
 
-    held: ExitStack
+    stack: ExitStack
     recorded: RecordedRollouts | None = None
     engine: EngineSource | None = None
     apart: ApartSource | None = None  # its sampler, on devices of its own
@@ -41,7 +41,7 @@ class Outside(NamedTuple):
         """Stop waiting for an engine, free the devices that draw, and let go of the folder of an engine's weights."""
         if self.drawing is not None:
             self.drawing.close()
-        self.held.close()
+        self.stack.close()
 
 
 def open_outside(run: Run) -> Outside:
@@ -52,21 +52,21 @@ def open_outside(run: Run) -> Outside:
         DataError: the files do not hold what the run needs.
     """
     cfg, rollout = run.cfg, run.cfg.rollout
-    held = ExitStack()
+    stack = ExitStack()
     rules = Rules(run.model.vocab_size, run.stop_ids, stops_at_text=bool(rollout.stop))
     if rollout.engine is not None:
         weights, say = None, partial(run.console.print, markup=False)
-        if (place := rollout.engine.weights) is not None:
+        if (folder := rollout.engine.weights) is not None:
             if run.first:
-                held.enter_context(locked(Path(place).expanduser(), option="rollout.engine.weights=..."))
+                stack.enter_context(locked(Path(folder).expanduser(), option="rollout.engine.weights=..."))
             served = Served(run.model, run.mesh, run.source, run.stop_ids, run.pad_id)
             parts = (rollout.engine, cfg.policy, cfg.lora, served, run.train.prompts)
             weights = served_weights(*parts, place=run.place, fetch=run.fetch)
-        return Outside(held, engine=EngineSource(rollout.engine, rollout, rules, weights=weights, say=say))
+        return Outside(stack, engine=EngineSource(rollout.engine, rollout, rules, weights=weights, say=say))
     if run.apart is not None:
-        return Outside(held, apart=ApartSource(run.apart, run.steps.rollout_params, run.fetch))
+        return Outside(stack, apart=ApartSource(run.apart, run.steps.rollout_params, run.fetch))
     if not rollout.recorded:
-        return Outside(held)
+        return Outside(stack)
     files = recorded_files(rollout.recorded, run=run.folder)
     sizes = {"group_size": rollout.group_size, "max_new": rollout.max_new}
     needed = TAUGHT if cfg.loss.teacher == RECORDED else NEEDED
@@ -77,4 +77,4 @@ def open_outside(run: Run) -> Outside:
             f"{len(groups)}; lower iterations, or add files"
         )
     recorded = RecordedRollouts(groups, prompts=rollout.prompts, bucket=run.prompt_step, pad_id=run.pad_id)
-    return Outside(held, recorded)
+    return Outside(stack, recorded)

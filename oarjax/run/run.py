@@ -149,8 +149,8 @@ class Run:
     def train(self) -> Encoded:
         """The problems to train on, or to evaluate on."""
         where, data = "data.eval" if self._evaluates else "data.train", self.cfg.data
-        more = {"mixture": data.mixture, "environment": self.cfg.rollout.environment}
-        return read_prompts(data, data.train, self.tokenizer, where=where, **more)
+        options = {"mixture": data.mixture, "environment": self.cfg.rollout.environment}
+        return read_prompts(data, data.train, self.tokenizer, where=where, **options)
 
     @cached_property
     def held_out(self) -> Encoded | None:
@@ -162,8 +162,8 @@ class Run:
     @cached_property
     def pairs(self) -> Encoded | None:
         """Prompts and completions to imitate in the warm start."""
-        cfg, how = self.cfg, (self.tokenizer, self.stop_ids, self.cfg.rollout.environment, self.reply)
-        return None if cfg.sft is None else read_pairs(cfg.sft, cfg.data, *how)
+        cfg, parts = self.cfg, (self.tokenizer, self.stop_ids, self.cfg.rollout.environment, self.reply)
+        return None if cfg.sft is None else read_pairs(cfg.sft, cfg.data, *parts)
 
     @cached_property
     def reply(self) -> Callable[[str], list[int]] | None:
@@ -318,8 +318,8 @@ class Run:
         group = len(rollout.ended) // len(problems)
         endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
         stop = self.stop_ids[0] if self.wants_outcome else None
-        more = {"room": self.ending_room, "token_bytes": self.table, "stop_id": stop}
-        return with_endings(self.cfg.credit, rollout, span, endings, **more)
+        options = {"room": self.ending_room, "token_bytes": self.table, "stop_id": stop}
+        return with_endings(self.cfg.credit, rollout, span, endings, **options)
 
     @cached_property
     def hints(self) -> HintReader | None:
@@ -328,8 +328,8 @@ class Run:
 
     def hints_for(self, problems: Mapping[int, Problem]) -> HintReader | None:
         """Return what the credit method reads beside rollouts of these problems; None if nothing."""
-        roll, how = self.cfg.rollout, (self.tokenizer, self.table, self.pad_id)
-        return hints_of(self.credit, self.cfg.data, problems, *how, roll.prompt_bucket, roll.environment is not None)
+        roll, parts = self.cfg.rollout, (self.tokenizer, self.table, self.pad_id)
+        return hints_of(self.credit, self.cfg.data, problems, *parts, roll.prompt_bucket, roll.environment is not None)
 
     def check_credit(self, where: str = "") -> None:
         """Build the credit method, so that a bad config fails now and not after the warm start.
@@ -380,8 +380,8 @@ class Run:
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, *, group: int
     ) -> RolloutGrading:
         """Open the grading of ``group`` completions of every prompt; each process grades its share of them."""
-        asked = [problems[int(p)] for p in np.repeat(batch.problem, group)]
-        return RolloutGrading(self.cfg.rollout, self.cfg.grading, grader, asked, self.table, group=group)
+        row_problems = [problems[int(p)] for p in np.repeat(batch.problem, group)]
+        return RolloutGrading(self.cfg.rollout, self.cfg.grading, grader, row_problems, self.table, group=group)
 
     def submit(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout

@@ -62,8 +62,8 @@ def served_weights(
     model, mesh, folder = served.model, served.mesh, Path(engine.weights or "").expanduser().absolute()
     shardings, dtype = param_shardings(model, mesh), jnp.dtype(engine.dtype)
     rows = -(-PROMPTS // mesh.size) * mesh.size
-    asked = [list(prompts[b % len(prompts)]) for b in range(rows)]
-    batch = pad_prompts(asked, length=bucketed(asked, 8), pad_id=served.pad_id, problems=range(rows))
+    probe_prompts = [list(prompts[b % len(prompts)]) for b in range(rows)]
+    batch = pad_prompts(probe_prompts, length=bucketed(probe_prompts, 8), pad_id=served.pad_id, problems=range(rows))
 
     def logps_in(name: str) -> Callable[[Params, Any, Any], Float[np.ndarray, "B T"]]:
         bound = bind_policy(policy.model_copy(update={"compute_dtype": name}), model, mesh, adapter_scale=lora.scale)

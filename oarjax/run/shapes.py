@@ -162,28 +162,28 @@ class ProgramShapes:
 
         With ``counted`` those of fewer slots are among them that a plan counts the steps of.
         """
-        listed = self.every_sampling_program(phase)
-        return tuple(program for program, largest in listed if largest or (counted and program.steps))
+        programs = self.every_sampling_program(phase)
+        return tuple(program for program, largest in programs if largest or (counted and program.steps))
 
     def every_sampling_program(self, phase: Literal["sample", "evaluate"]) -> tuple[tuple[PhaseProgram, bool], ...]:
         """Describe all of them in the order of a rollout, each with whether it is among the largest."""
         params, prompts, key = self._sampling_arguments(phase)
-        first = self._sampler(phase).programs(params, prompts, key)
-        listed = [_of_phase(phase, each, params) for each in first]
-        turns, most = self.cfg.rollout.environment, self.cfg.rollout.max_new
-        further = self.steps.sample_on if phase == "sample" else self.steps.evaluate_on
-        if turns is None or turns.turns == 1 or further is None:
-            return tuple(listed)
-        again, (count, width) = times_again(turns.turns, most), prompts.tokens.shape
+        rollout_programs = self._sampler(phase).programs(params, prompts, key)
+        programs = [_of_phase(phase, program, params) for program in rollout_programs]
+        turns, max_new = self.cfg.rollout.environment, self.cfg.rollout.max_new
+        sampler = self.steps.sample_on if phase == "sample" else self.steps.evaluate_on
+        if turns is None or turns.turns == 1 or sampler is None:
+            return tuple(programs)
+        repeats, (count, width) = times_again(turns.turns, max_new), prompts.tokens.shape
         group = self.cfg.rollout.group_size if phase == "sample" else self.cfg.eval.samples
         key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh, see ``SamplerSource.go_on``
-        for beyond, times in again.items():
+        for beyond, times in repeats.items():
             rows = replace(self._prompts(count * group, width + beyond), written=self._row_numbers(count * group))
-            for each in further.programs(params, rows, key):
-                program, largest = _of_phase(phase, each, params)
-                name, steps = f"next turn after {beyond}: {each.name}", times if each.name == "prefill" else 0.0
-                listed.append((program._replace(name=name, steps=steps), largest and beyond == most))
-        return tuple(listed)
+            for program in sampler.programs(params, rows, key):
+                phase_program, largest = _of_phase(phase, program, params)
+                name, steps = f"next turn after {beyond}: {program.name}", times if program.name == "prefill" else 0.0
+                programs.append((phase_program._replace(name=name, steps=steps), largest and beyond == max_new))
+        return tuple(programs)
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:
         if phase == "evaluate":
@@ -195,8 +195,8 @@ class ProgramShapes:
             params, prompts = self.rollout_shapes(), self._prompts(self.cfg.rollout.prompts, self._train_width)
             if self._apart is None:
                 return params, prompts, self._key()
-            own = self._apart.layout
-            return _with(params, own.params), _with(prompts, own.rows), _with(self._key(), self._apart.everywhere)
+            layout = self._apart.layout
+            return _with(params, layout.params), _with(prompts, layout.rows), _with(self._key(), self._apart.everywhere)
         key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
         return self.rollout_shapes(), self._prompts(self.cfg.eval.batch, self._eval_width), key
 
@@ -279,9 +279,9 @@ class ProgramShapes:
             read: the compiler's bytes of its arguments: JAX leaves those out that it does not read, and they lie there
                 all the same. None where it was not compiled.
         """
-        others = sum(size for part, size in self.resident(program.phase).items() if part not in program.takes)
-        others += bytes_per_device(program.held)
-        return others + (0 if read is None else max(bytes_per_device(program.args) - read, 0))
+        other_bytes = sum(size for part, size in self.resident(program.phase).items() if part not in program.takes)
+        other_bytes += bytes_per_device(program.held)
+        return other_bytes + (0 if read is None else max(bytes_per_device(program.args) - read, 0))
 
     # Arguments ------------------------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class ProgramShapes:
         cfg = self.cfg
         b = cfg.update.microbatch
         M = cfg.rollout.prompts * cfg.rollout.group_size // cfg.update.minibatches // b
-        where = NamedSharding(self.mesh, PartitionSpec(None, *batch_spec()))
-        return jax.ShapeDtypeStruct((M, b, *shape), dtype, sharding=where)
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, *batch_spec()))
+        return jax.ShapeDtypeStruct((M, b, *shape), dtype, sharding=sharding)
 
     def _numbers(self) -> Any:
         return self._microbatches((), jnp.int32)
@@ -397,8 +397,8 @@ class ProgramShapes:
     def _sums(self, state: TrainState, batch: TrainBatch) -> Sums:
         """Return the summed gradients and metrics of microbatches, with their shardings."""
         sums, layout = self.steps.zeros.eval_shape(state, batch), self.layout
-        rest = _with((sums.loss, sums.metrics), layout.replicated)
-        return Sums(_with(sums.grads, layout.state.params), *rest)
+        scalars = _with((sums.loss, sums.metrics), layout.replicated)
+        return Sums(_with(sums.grads, layout.state.params), *scalars)
 
     def _scores(self) -> Any:
         """Return the shapes of what score returns."""
@@ -407,14 +407,14 @@ class ProgramShapes:
         return _with(scores, NamedSharding(self.mesh, PartitionSpec(None, *batch_spec())))
 
 
-def times_again(turns: int, most: int) -> dict[int, float]:
+def times_again(turns: int, max_new: int) -> dict[int, float]:
     """Count how often a row of as many turns, all equally long, is computed again, by positions after its prompt.
 
     Widths that only rows of unequal turns have are there with 0.
     """
-    widths = widths_of_rows(most)
-    needed = [next(size for size in widths if size >= most * turn / turns) for turn in range(1, turns)]
-    return {size: float(needed.count(size)) for size in widths}
+    widths = widths_of_rows(max_new)
+    row_widths = [next(size for size in widths if size >= max_new * turn / turns) for turn in range(1, turns)]
+    return {size: float(row_widths.count(size)) for size in widths}
 
 
 def _of_phase(phase: Phase, program: RolloutProgram, params: Any) -> tuple[PhaseProgram, bool]:

@@ -98,11 +98,11 @@ def read_prompts(
 
     Chat templates show the policy the tools of the ``environment``.
     """
-    parts, first = [], 0
+    parts, offset = [], 0
     for section, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
-        problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=section)]
+        problems = [replace(problem, index=offset + problem.index) for problem in load_problems(source, where=section)]
         parts.append(encode_problems(problems, tokenizer, **rendering(cfg, environment), max_prompt=cfg.max_prompt))
-        first += len(problems)
+        offset += len(problems)
     problems, prompts = sum((part.problems for part in parts), ()), sum((part.prompts for part in parts), ())
     return Encoded(problems, prompts, (), sum(part.dropped for part in parts), tuple(map(len, parts)))
 
@@ -122,8 +122,8 @@ def read_pairs(
 ) -> Encoded:
     """Load and encode the warm start's prompts and completions; ``reply``: the ids of what the environment says."""
     problems, stop = load_problems(sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
-    how = {**rendering(cfg, environment), "max_length": sft.max_length, "stop_id": stop, "reply": reply}
-    return encode_pairs(problems, tokenizer, **how)
+    options = {**rendering(cfg, environment), "max_length": sft.max_length, "stop_id": stop, "reply": reply}
+    return encode_pairs(problems, tokenizer, **options)
 
 
 def reply_of(
@@ -151,9 +151,9 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) ->
 
 def rendering(cfg: DataConfig, environment: EnvironmentConfig | None) -> dict[str, Any]:
     """Return how prompts are rendered; chat templates list the tools of the ``environment``."""
-    how = {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
+    options = {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
     if environment is None or cfg.template == "plain" or environment.taskset is not None:
-        return how
+        return options
     field = "rollout.environment.name"
-    loaded = load_environment(environment.name, environment.settings, field=field)
-    return {**how, "tools": tool_schemas(loaded, field=field)}
+    environment_class = load_environment(environment.name, environment.settings, field=field)
+    return {**options, "tools": tool_schemas(environment_class, field=field)}

@@ -53,8 +53,8 @@ def teacher_shapes(path: str | None, settings: PolicyConfig, mesh: Mesh) -> Para
     if teacher is None:
         return None
     shapes = abstract_params(teacher.model, dtype=compute_dtype_of(settings, mesh))
-    where = param_shardings(teacher.model, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+    shardings = param_shardings(teacher.model, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def policy_of(teacher: Teacher | None) -> Policy | None:
