@@ -93,7 +93,7 @@ def run(
         console.print(f"{name}: compiling for {where.name}, minutes for a large policy", markup=False)
         fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
         experts = QwenConfig.from_hf(fields).experts is not None
-        found = plan(
+        result = plan(
             name,
             cfg,
             where=where,
@@ -103,12 +103,12 @@ def run(
             timeout=timeout,
             jobs=jobs,
         )
-        plans.append(found)
-        console.print(terminal(found))
-        for line in [*describe(found), *([describe_starting(found["starting"])] if found["starting"] else [])]:
+        plans.append(result)
+        console.print(terminal(result))
+        for line in [*describe(result), *([describe_starting(result["starting"])] if result["starting"] else [])]:
             console.print(f"- {line}", markup=False, highlight=False)
-        if not found["fits"]:
-            for line in found["remedies"]:
+        if not result["fits"]:
+            for line in result["remedies"]:
                 console.print(f"does not fit: {line}", style="bold red", markup=False)
     console.print(WORD, style="dim", markup=False)
     for path, text in ((out, json.dumps(plans, indent=1) + "\n"), (write, markdown(plans, numbers=out))):
@@ -156,15 +156,15 @@ def work_of(
 
     A further method has the program that computes its scores: in one pass with the update where a run of it would.
     """
-    others = [m for m in credit if m != cfg.credit.method]
-    scored = next((phase for phase in phases if phase in ("score", "fused")), None)
-    found: list[tuple[str, str | None]] = []
+    methods = [m for m in credit if m != cfg.credit.method]
+    score_phase = next((phase for phase in phases if phase in ("score", "fused")), None)
+    work: list[tuple[str, str | None]] = []
     for phase in phases:
-        found.append((phase, None))
-        if phase == scored:
-            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m), experts=experts) for m in others}
-            found += [("fused" if one_pass[m] and phase == "fused" else "score", m) for m in others]
-    return found
+        work.append((phase, None))
+        if phase == score_phase:
+            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m), experts=experts) for m in methods}
+            work += [("fused" if one_pass[m] and phase == "fused" else "score", m) for m in methods]
+    return work
 
 
 def topology_of(name: str | None) -> Slice:
@@ -211,10 +211,10 @@ def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
     Raises:
         TopologyError: the worker crashed, took too long, or was refused something that the user can mend.
     """
-    what = f"{job['phase']}{'' if job['method'] is None else ' ' + job['method']} for {job['topology']}"
+    task = f"{job['phase']}{'' if job['method'] is None else ' ' + job['method']} for {job['topology']}"
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "oarjax.tools.plan.worker"],
             input=json.dumps(job),
             capture_output=True,
@@ -224,12 +224,12 @@ def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise TopologyError(f"plan: {what} was not compiled within {timeout} s; raise --timeout") from None
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    if done.returncode or not last[0].startswith("{"):
-        message = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise TopologyError(f"plan: the compiler failed on {what} (exit code {done.returncode}):\n{message}")
-    result = json.loads(last[0])
+        raise TopologyError(f"plan: {task} was not compiled within {timeout} s; raise --timeout") from None
+    answer = process.stdout.strip().splitlines()[-1:] or [""]
+    if process.returncode or not answer[0].startswith("{"):
+        message = "\n".join(process.stderr.strip().splitlines()[-8:])
+        raise TopologyError(f"plan: the compiler failed on {task} (exit code {process.returncode}):\n{message}")
+    result = json.loads(answer[0])
     if "error" in result:
         raise ConfigError(result["error"])
     return result
@@ -248,7 +248,7 @@ def document(
     """Return the plan for JSON of what was compiled; the optimized programs are in the ``cache``."""
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
     chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg.rollout.environment)
-    mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
+    mesh, resident = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
     slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor), cfg.rollout.attention)
 
@@ -259,15 +259,15 @@ def document(
 
     phases = []
     for (phase, method), result in zip(work, results):
-        asked = with_method(cfg, method)
-        found = None
+        phase_cfg = with_method(cfg, method)
+        totals = None
         if all("memory" in program for program in result["programs"]):
-            found = Executed()
-            for program in (each for each in result["programs"] if each["steps"]):
+            totals = Executed()
+            for program in (p for p in result["programs"] if p["steps"]):
                 text = gzip.decompress((cache / f"{program['key']}.hlo.gz").read_bytes()).decode()
                 times = program["steps"] if program["name"].endswith("prefill") else 1
                 sizes = {"steps": program["steps"], "turns": turns, "slots": slots}
-                found.add(count(text, s, asked.credit, model, **sizes), times)
+                totals.add(count(text, s, phase_cfg.credit, model, **sizes), times)
         phases.append(
             phase_of(
                 result,
@@ -275,15 +275,15 @@ def document(
                 method=method,
                 chip=where.chip,
                 chips=chips,
-                work=found,
+                work=totals,
                 experts=model.experts.count if model.experts else 0,
-                model=model_flops(phase, model, asked),
+                model=model_flops(phase, model, phase_cfg),
                 read=read(phase, result),
                 slots=slots,
             )
         )
-    made = {"mesh": mesh, "versions": results[0]["versions"], "resident": there, "phases": phases}
-    return whole_of(name, cfg, where, fields, made)
+    parts = {"mesh": mesh, "versions": results[0]["versions"], "resident": resident, "phases": phases}
+    return whole_of(name, cfg, where, fields, parts)
 
 
 def turns_of(environment: EnvironmentConfig | None) -> int:
@@ -291,20 +291,20 @@ def turns_of(environment: EnvironmentConfig | None) -> int:
     return 1 if environment is None else environment.turns
 
 
-def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plan of phases: the step, and remedies for those that do not fit.
 
-    ``made`` has ``phases``, and their ``mesh``, ``versions`` and ``resident``.
+    ``parts`` has ``phases``, and their ``mesh``, ``versions`` and ``resident``.
     """
     model, s, credit = QwenConfig.from_hf(fields), shapes_of(cfg), find_credit(cfg.credit)
     chips, work_of_step = where.devices * max(cfg.mesh.slice, 1), largest_work(model, cfg, credit)
-    phases, tensor = made["phases"], cfg.rollout.tensor or made["mesh"]["tensor"]
+    phases, tensor = parts["phases"], cfg.rollout.tensor or parts["mesh"]["tensor"]
     rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
     evaluated = None if cfg.data.eval is None else evaluation_plan(s, cfg.rollout, cfg.eval, blocks=chips // tensor)
     fits = all(p["fits"] for p in phases)
-    own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
-    whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg, experts=model.experts is not None))
-    found = {
+    step_phases = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
+    complete = fits and {p["name"] for p in step_phases} == set(phases_of_step(cfg, experts=model.experts is not None))
+    result = {
         "config": name,
         "policy": cfg.policy.path,
         "parameters": parameter_count(model),
@@ -313,19 +313,19 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         "slices": max(cfg.mesh.slice, 1),
         "chips": chips,
         "chip": asdict(where.chip),
-        "mesh": made["mesh"],
-        "versions": made["versions"],
+        "mesh": parts["mesh"],
+        "versions": parts["versions"],
         "remat": cfg.policy.remat,
         "attention": "splash" if cfg.policy.attention == "auto" else cfg.policy.attention,
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
         "prompts": prompt_costs(model, s, cfg.rollout, work_of_step, credit),
         "again": again_costs(turns_of(cfg.rollout.environment), model, s, work_of_step),
-        "resident": made["resident"],
+        "resident": parts["resident"],
         "phases": phases,
-        "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,
-        "expected": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
-        "expected_fused": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "fused"), None),
+        "step": step_of(step_phases, times_of(cfg.update), chip=where.chip, chips=chips) if complete else None,
+        "expected": next((analytic_flops(cfg, model, s, p) for p in step_phases if p["name"] == "update"), None),
+        "expected_fused": next((analytic_flops(cfg, model, s, p) for p in step_phases if p["name"] == "fused"), None),
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(
@@ -336,16 +336,16 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], made:
         ),
         "starting": starting_of(cfg.rollout, rows, where, phases, evaluated=evaluated),
     }
-    seconds = None if found["step"] is None else found["step"]["seconds_expected"]
-    found["needs"] = needs_of(cfg, model, where, seconds=seconds)
+    seconds = None if result["step"] is None else result["step"]["seconds_expected"]
+    result["needs"] = needs_of(cfg, model, where, seconds=seconds)
     survival = survival_of(cfg.plan.lengths, limit=cfg.rollout.max_new)
-    if survival is not None and found["step"] is not None:
-        found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
-    if found["step"] is not None:
+    if survival is not None and result["step"] is not None:
+        result["lengths"] = expected_step(cfg, model, result, survival, tensor=tensor)
+    if result["step"] is not None:
         weights = read_bytes(model, s._replace(rows=0, prompts=0), cfg.rollout, chips=chips, tensor=tensor)
         drawing = cfg.rollout.devices
-        found["lag"] = overlap_of(found, times_of(cfg.update), weights, tensor=tensor, drawing=drawing)
-    return found
+        result["lag"] = overlap_of(result, times_of(cfg.update), weights, tensor=tensor, drawing=drawing)
+    return result
 
 
 GATHERS = ("all-gather", "collective-permute")
@@ -356,19 +356,19 @@ def notes(phases: Sequence[dict[str, Any]], *, rows: int, evaluated: int, cued: 
 
     A step has so many ``rows``, an evaluation's batch so many ``evaluated``; ones ``cued`` are scored with a cue.
     """
-    found = []
+    lines = []
     if cued:
-        found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
+        lines.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
     if evaluated > rows:
-        found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
+        lines.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
     for p in phases:
-        sent = p.get("sent", {})
-        if p["name"] in LEARNING and sent.get("all-reduce", 0) > 8 * sum(sent.get(kind, 0) for kind in GATHERS):
-            found.append(
+        traffic = p.get("sent", {})
+        if p["name"] in LEARNING and traffic.get("all-reduce", 0) > 8 * sum(traffic.get(kind, 0) for kind in GATHERS):
+            lines.append(
                 f"{p['name']} gathers weights by all-reduces, at twice the bytes, as XLA does over all of a slice "
                 "in three dimensions; a smaller mesh.fsdp, with mesh.data beside it, avoids that."
             )
         total = p["hbm"]["total"]
         if p["fits"] and total > 0.95 * p["hbm"]["limit"]:
-            found.append(f"{p['name']} leaves less than 5% of HBM free, and the runtime wants some for itself.")
-    return found
+            lines.append(f"{p['name']} leaves less than 5% of HBM free, and the runtime wants some for itself.")
+    return lines

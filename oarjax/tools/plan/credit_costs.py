@@ -38,7 +38,7 @@ PROJECTED = tuple(CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 ONE_PASS = "OAR-G, 1 draw, one pass"
 """Scores and update in one program: ``update.fused``."""
 
-VALUES = tuple(f"signed values, 2 places x {how}" for how in ("4", "4, by entropy", "2, by entropy"))
+VALUES = tuple(f"signed values, 2 places x {variant}" for variant in ("4", "4, by entropy", "2, by entropy"))
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ def credit_flops(d: Decoder, a: Assumptions) -> dict[str, float]:
     Screening is by OAR-L; the exact part shares its clean pass.
     """
     row, clean = a.row, clean_flops(d, a.row)
-    again = {"recomputed": a.recomputed}
+    options = {"recomputed": a.recomputed}
     exact = masked_flops(d, row, share=1.0, buckets=8)
     local = local_flops(d, row, window=2, answers=4, padded=True)
-    tried = {n: masked_flops(d, row, share=n / row.reasoning, buckets=8) - clean for n in (4, 8)}
+    by_places = {n: masked_flops(d, row, share=n / row.reasoning, buckets=8) - clean for n in (4, 8)}
     entropies = scoring_flops(d, row)
     return {
-        "OAR-G, 1 draw": gradient_flops(d, row, draws=1, **again),
-        ONE_PASS: gradient_flops(d, row, draws=1, **again) - clean,  # the update's forward
-        "OAR-G, 4 draws": gradient_flops(d, row, draws=4, **again),
-        "OAR-F, 4 outcomes": fisher_flops(d, row, outcomes=4, **again),
+        "OAR-G, 1 draw": gradient_flops(d, row, draws=1, **options),
+        ONE_PASS: gradient_flops(d, row, draws=1, **options) - clean,  # the update's forward
+        "OAR-G, 4 draws": gradient_flops(d, row, draws=4, **options),
+        "OAR-F, 4 outcomes": fisher_flops(d, row, outcomes=4, **options),
         "OAR-L": local,
-        **dict(zip(VALUES, (local + tried[8], entropies + tried[8], entropies + tried[4]))),
+        **dict(zip(VALUES, (local + by_places[8], entropies + by_places[8], entropies + by_places[4]))),
         "screened OAR-P, 20%": local + masked_flops(d, row, share=0.2, buckets=8) - clean,
         "OAR-P": exact,
         "OAR-P, 40 spans": clean + 40 / row.reasoning * (exact - clean),
@@ -117,5 +117,5 @@ def rollout_share_for(overhead: float, d: Decoder, a: Assumptions, *, flops: flo
 
     0 where the update alone is long enough. Scoring and update are on the same chips at the same MFU.
     """
-    needed = flops / (overhead - 1)  # what the step is worth, in FLOPs of the update's kind
-    return max(0.0, 1 - update_flops(d, a.row, recomputed=a.recomputed) / needed)
+    step_flops = flops / (overhead - 1)  # what the step is worth, in FLOPs of the update's kind
+    return max(0.0, 1 - update_flops(d, a.row, recomputed=a.recomputed) / step_flops)

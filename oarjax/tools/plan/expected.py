@@ -48,13 +48,13 @@ def survival_of(lengths: LengthsConfig | None, *, limit: int) -> np.ndarray | No
     if lengths.completions is None:
         return lognormal_survival(mean=float(lengths.mean or 0), sigma=lengths.sigma, limit=limit)
     path = Path(lengths.completions).expanduser()
-    measured = [len(line["tokens"]) for line in read_lines(path) if line.get("tokens")]
-    if not measured:
+    token_counts = [len(line["tokens"]) for line in read_lines(path) if line.get("tokens")]
+    if not token_counts:
         raise ConfigError(
             f"plan.lengths.completions: {path} holds no completions; give the completions.jsonl of a run, or mean and "
             "sigma"
         )
-    return empirical_survival(measured, limit=limit)
+    return empirical_survival(token_counts, limit=limit)
 
 
 def expected_step(
@@ -75,13 +75,13 @@ def expected_step(
         slots_at=lambda step: rows.size_of(min(step + 1, rows.cache_sizes()[-1])),
     )
     if cfg.rollout.attention == "kernel":  # each row as far as it is written, while it draws
-        read = s.rows * sum(alive * padded_slots(step) for step, alive in enumerate(survival))
-        decoding = decoding._replace(slot_reads=read)
+        slot_reads = s.rows * sum(alive * padded_slots(step) for step, alive in enumerate(survival))
+        decoding = decoding._replace(slot_reads=slot_reads)
     rows_of_minibatch, shared = s.rows // cfg.update.minibatches, planned_prompt_rows(cfg.update)
     group = cfg.rollout.group_size // cfg.update.minibatches
     units = survival if shared == 1 else unit_survival(survival, group=group, rows=shared)
     longest = sorted_lengths(units, rows=rows_of_minibatch // shared, microbatch=s.microbatch // shared)
-    padded = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
+    padded_lengths = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
     worst = float(s.completion)
     times = times_of(cfg.update)
     seconds: dict[str, float] = {}
@@ -91,7 +91,7 @@ def expected_step(
     for phase in plan["phases"]:
         name = phase["name"]
         if phase["method"] is None:
-            shares = (_flops_share(name, model, cfg, padded), 1.0, 1.0)
+            shares = (_flops_share(name, model, cfg, padded_lengths), 1.0, 1.0)
             seconds[name] = times[name] * _seconds(phase, *(scale if name == "sample" else shares))
     return {
         "mean": mean_length(survival),
@@ -99,7 +99,7 @@ def expected_step(
         "occupancy": decoding.occupancy,
         "rows_in_use": decoding.row_steps / decoding.steps,
         "padding_share": padding_share(
-            survival, padded, rows=rows_of_minibatch, microbatch=s.microbatch, prompt=s.prompt / shared
+            survival, padded_lengths, rows=rows_of_minibatch, microbatch=s.microbatch, prompt=s.prompt / shared
         ),
         "padding_share_unsorted": 1 - (s.prompt + mean_length(survival)) / (s.prompt + worst),
         "seconds": seconds,
@@ -112,18 +112,18 @@ def _seconds(phase: Mapping[str, Any], products: float, memory: float, links: fl
     return max(products * parts["products"], memory * parts["memory"]) + links * parts["links"]
 
 
-def _flops_share(name: str, model: QwenConfig, cfg: Config, padded: list[int]) -> float:
+def _flops_share(name: str, model: QwenConfig, cfg: Config, lengths: list[int]) -> float:
     """Return the model FLOPs of microbatches padded to these completion lengths, over those of all at max_new."""
 
     def flops(length: int) -> float:
         shorter = cfg.rollout.model_copy(update={"max_new": length})
         return model_flops(name, model, cfg.model_copy(update={"rollout": shorter}))
 
-    whole = flops(cfg.rollout.max_new)
-    if not whole:
+    full_flops = flops(cfg.rollout.max_new)
+    if not full_flops:
         return 1.0
-    by_length = {length: flops(length) for length in set(padded)}
-    return sum(by_length[length] for length in padded) / (len(padded) * whole)
+    by_length = {length: flops(length) for length in set(lengths)}
+    return sum(by_length[length] for length in lengths) / (len(lengths) * full_flops)
 
 
 def _sampling_scales(
@@ -135,6 +135,6 @@ def _sampling_scales(
     worst, weights = read_of(s, slots=mean), read_of(s._replace(rows=0, prompts=0))
     prompts = read_of(s._replace(rows=0)) - weights
     slots = worst - weights - prompts
-    read = weights * decoding.steps / s.completion + prompts * share
-    read += slots * decoding.slot_reads / (s.rows * s.completion * mean)
-    return share, read / worst, share
+    bytes_read = weights * decoding.steps / s.completion + prompts * share
+    bytes_read += slots * decoding.slot_reads / (s.rows * s.completion * mean)
+    return share, bytes_read / worst, share

@@ -63,9 +63,9 @@ class Executed:
         self.passed += times * other.passed
         self.streamed += times * other.streamed
         for part in ("collectives", "calls", "kernels", "groups", "group_calls", "operations"):
-            mine, theirs = getattr(self, part), getattr(other, part)
-            for name, count in theirs.items():
-                mine[name] += times * count
+            totals, counts = getattr(self, part), getattr(other, part)
+            for name, count in counts.items():
+                totals[name] += times * count
 
 
 Trips = Callable[[str, bool], int | float]
@@ -94,11 +94,11 @@ def executed(
 
     @cache
     def total(name: str) -> Executed:
-        found = Executed()
-        spread: set[tuple[str, str, str]] = set()
+        totals = Executed()
+        seen_chains: set[tuple[str, str, str]] = set()
         for instruction in program.computations[name].values():
-            _count(program, name, instruction, found, spread, total, trips, branches, slots)
-        return found
+            _count(program, name, instruction, totals, seen_chains, total, trips, branches, slots)
+        return totals
 
     return total(program.entry)
 
@@ -107,26 +107,26 @@ def _count(
     program: HloProgram,
     home: str,
     instruction: Instruction,
-    found: Executed,
-    spread: set[tuple[str, str, str]],
+    totals: Executed,
+    seen_chains: set[tuple[str, str, str]],
     total: Callable[[str], Executed],
     trips: Trips | None,
     branches: Branches | None,
     slots: Number | None,
 ) -> None:
-    """Add one instruction, and all that it calls, to ``found``."""
+    """Add one instruction, and all that it calls, to ``totals``."""
     opcode = instruction.opcode.removesuffix("-start")
     instructions = program.computations[home]
-    before = found.flops, found.kernels.total(), found.calls.total()
+    start = totals.flops, totals.kernels.total(), totals.calls.total()
     if opcode == "convolution":
-        found.flops += convolution_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
+        totals.flops += convolution_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
     elif opcode == "dot":
-        found.flops += dot_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
+        totals.flops += dot_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
     elif opcode in COLLECTIVES:
-        _count_collective(instructions, home, instruction, opcode, found)
+        _count_collective(instructions, home, instruction, opcode, totals)
     elif opcode == "custom-call" and "tpu_custom_call" in instruction.rest:
         operands = tuple(a.sizes for o in instruction.operands for a in type_of(instructions, o))
-        found.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
+        totals.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
     elif opcode == "while":
         body, times = str(instruction.called("body")), loop_trips(program, home, instruction)
         if times is None:
@@ -134,35 +134,35 @@ def _count(
                 raise HloError(f"loop {instruction.name} ({instruction.op_name}): its length is not in the text")
             branching = any(i.opcode == "conditional" for i in program.computations[body].values())
             times = trips(instruction.op_name, branching)
-        found.add(total(body), times)
+        totals.add(total(body), times)
     elif opcode == "conditional":
         names = _branches(instruction)
         parts = [total(name) for name in names]
         if branches is None:
-            found.add(max(parts, key=lambda p: (p.flops, sum(p.collectives.values()))), 1)
+            totals.add(max(parts, key=lambda p: (p.flops, sum(p.collectives.values()))), 1)
         else:
             for part, times in zip(parts, branches(instruction.op_name, len(parts)), strict=True):
-                found.add(part, times)
+                totals.add(part, times)
     elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
-        _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
+        _count_fusion(program, called, totals, seen_chains, total, fused=opcode == "fusion")
     if instruction.cycles:
-        place = instruction.op_name.rpartition("/")[2] or instruction.opcode
-        name = PRODUCTS if found.flops != before[0] else re.sub(r"[.\d]+$", "", place)
-        found.operations[name] += instruction.cycles  # type: ignore[assignment]
-    if found.calls.total() == before[2]:  # of a collective the time is on the links
-        moved = hbm_bytes(program, instructions, instruction, slots=slots)
-        found.streamed += moved * (opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA)))
-        if (found.flops, found.kernels.total()) != before[:2]:
-            found.moved += moved
+        operation = instruction.op_name.rpartition("/")[2] or instruction.opcode
+        name = PRODUCTS if totals.flops != start[0] else re.sub(r"[.\d]+$", "", operation)
+        totals.operations[name] += instruction.cycles  # type: ignore[assignment]
+    if totals.calls.total() == start[2]:  # of a collective the time is on the links
+        traffic = hbm_bytes(program, instructions, instruction, slots=slots)
+        totals.streamed += traffic * (opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA)))
+        if (totals.flops, totals.kernels.total()) != start[:2]:
+            totals.moved += traffic
         else:
-            found.passed += moved
+            totals.passed += traffic
 
 
 def _count_fusion(
     program: HloProgram,
     called: str,
-    found: Executed,
-    spread: set[tuple[str, str, str]],
+    totals: Executed,
+    seen_chains: set[tuple[str, str, str]],
     total: Callable[[str], Executed],
     *,
     fused: bool,
@@ -180,15 +180,15 @@ def _count_fusion(
         and (chain := re.search(r'\bchain_id="(\d+)"', i.rest))
         and (channel := re.search(r"\bchannel_id=(\d+)", i.rest))
     }
-    if chains and chains <= spread:
-        for repeated in (part.collectives, part.calls, part.groups, part.group_calls):
-            repeated.clear()
-    spread |= chains
-    found.add(part, 1)
+    if chains and chains <= seen_chains:
+        for counter in (part.collectives, part.calls, part.groups, part.group_calls):
+            counter.clear()
+    seen_chains |= chains
+    totals.add(part, 1)
 
 
 def _count_collective(
-    instructions: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
+    instructions: dict[str, Instruction], home: str, instruction: Instruction, kind: str, totals: Executed
 ) -> None:
     size = sum(a.bytes for o in instruction.operands for a in type_of(instructions, o))
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
@@ -196,11 +196,11 @@ def _count_collective(
     members = group_size(instruction)
     share = (members - 1) / members
     out = sum(a.bytes for a in instruction.type)  # a sum may come back in a narrower type
-    sent = {"all-gather": size * (members - 1), "all-reduce": (size + out) * share, "collective-permute": size}
-    found.collectives[kind] += sent.get(kind, size * share)  # type: ignore[assignment]
-    found.calls[kind] += 1
-    found.groups[members] += sent.get(kind, size * share)  # type: ignore[assignment]
-    found.group_calls[members] += 1
+    ring_bytes = {"all-gather": size * (members - 1), "all-reduce": (size + out) * share, "collective-permute": size}
+    totals.collectives[kind] += ring_bytes.get(kind, size * share)  # type: ignore[assignment]
+    totals.calls[kind] += 1
+    totals.groups[members] += ring_bytes.get(kind, size * share)  # type: ignore[assignment]
+    totals.group_calls[members] += 1
 
 
 def group_size(instruction: Instruction) -> int:
@@ -211,13 +211,13 @@ def group_size(instruction: Instruction) -> int:
     """
     if instruction.opcode.startswith("collective-permute"):
         return 2
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest):
-        return found[1].count(",") + 1
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.rest):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", instruction.rest):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[name.split(":")[0]]) for name in re.findall(r"'([^']+)'", found[2]))
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest):
+        return match[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.rest):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", instruction.rest):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[name.split(":")[0]]) for name in re.findall(r"'([^']+)'", match[2]))
     raise HloError(f"{instruction.name}: replica groups are not understood: {instruction.rest[:200]}")
 
 
@@ -226,8 +226,8 @@ def group_size(instruction: Instruction) -> int:
 
 def dot_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
     """Count 2 * output * contracted sizes."""
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
-    axes = [int(i) for i in found[1].split(",") if i] if found else []
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+    axes = [int(i) for i in match[1].split(",") if i] if match else []
     return 2.0 * math.prod(instruction.type[0].sizes) * math.prod(left[0].sizes[i] for i in axes)
 
 
@@ -277,12 +277,12 @@ def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, 
     total = 0
     end = (size - 1) * dilate + 1
     for k in range(window):
-        first = k * window_dilate - low
-        if dilate == 1:  # o with 0 <= first + o * stride < end
-            lowest, highest = max(0, -(first // stride)), (end - 1 - first) // stride
+        start = k * window_dilate - low
+        if dilate == 1:  # o with 0 <= start + o * stride < end
+            lowest, highest = max(0, -(start // stride)), (end - 1 - start) // stride
             total += max(0, min(out - 1, highest) - lowest + 1)
         else:
-            total += sum(0 <= (at := first + o * stride) < end and at % dilate == 0 for o in range(out))
+            total += sum(0 <= (at := start + o * stride) < end and at % dilate == 0 for o in range(out))
     return total
 
 
@@ -295,8 +295,8 @@ def loop_trips(program: HloProgram, home: str, loop: Instruction) -> float | Non
     The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by
     ``and`` with others, which can only end the loop earlier. Unrolled bodies have a larger step.
     """
-    if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
-        return float(stated[1])
+    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
+        return float(match[1])
     condition = program.computations[str(loop.called("condition"))]
     body = program.computations[str(loop.called("body"))]
     for compare in (i for i in condition.values() if i.opcode == "compare"):
@@ -308,13 +308,13 @@ def loop_trips(program: HloProgram, home: str, loop: Instruction) -> float | Non
             continue
         start = _start(program.computations[home], loop, index)
         if bound is None:
-            other, _ = _entry(condition, compare.operands[1])
-            bound = None if other is None else _start(program.computations[home], loop, other)
+            bound_index, _ = _entry(condition, compare.operands[1])
+            bound = None if bound_index is None else _start(program.computations[home], loop, bound_index)
         root = next(i for i in body.values() if i.root)
         step = None
         if root.opcode == "tuple":
-            moved, by = _entry(body, root.operands[index])
-            step = by if moved == index and by > 0 else None
+            entry, increment = _entry(body, root.operands[index])
+            step = increment if entry == index and increment > 0 else None
         if bound is None or start is None or step is None:
             return None
         return float(max(0, -(-(bound - ahead - start) // step)))
@@ -329,35 +329,35 @@ def _start(instructions: dict[str, Instruction], loop: Instruction, index: int) 
 
 
 def _constant(instructions: dict[str, Instruction], name: str) -> int | None:
-    found = instructions.get(name)
-    while found is not None and found.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
-        found = instructions.get(found.operands[0])
-    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.value):
+    source = instructions.get(name)
+    while source is not None and source.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
+        source = instructions.get(source.operands[0])
+    if source is None or source.opcode != "constant" or not re.fullmatch(r"-?\d+", source.value):
         return None
-    return int(found.value)
+    return int(source.value)
 
 
 def _entry(instructions: dict[str, Instruction], name: str) -> tuple[int | None, int]:
     """Return (index, n) of a value that is the carry's entry plus n."""
-    found, ahead = instructions.get(name), 0
-    while found is not None:
-        if found.opcode == "get-tuple-element":
-            index = re.search(r"index=(\d+)", found.rest)
+    source, ahead = instructions.get(name), 0
+    while source is not None:
+        if source.opcode == "get-tuple-element":
+            index = re.search(r"index=(\d+)", source.rest)
             return (int(index[1]) if index else None), ahead
-        if found.opcode == "add":
-            constants = [_constant(instructions, o) for o in found.operands]
+        if source.opcode == "add":
+            constants = [_constant(instructions, o) for o in source.operands]
             if (constants[0] is None) == (constants[1] is None):
                 return None, 0
             ahead += next(n for n in constants if n is not None)
-            found = instructions.get(found.operands[constants.index(None)])
-        elif found.opcode in ("copy", "bitcast", "convert"):
-            found = instructions.get(found.operands[0])
+            source = instructions.get(source.operands[constants.index(None)])
+        elif source.opcode in ("copy", "bitcast", "convert"):
+            source = instructions.get(source.operands[0])
         else:
             return None, 0
     return None, 0
 
 
 def _branches(instruction: Instruction) -> list[str]:
-    if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
-        return [name.strip().lstrip("%") for name in found[1].split(",")]
+    if match := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
+        return [name.strip().lstrip("%") for name in match[1].split(",")]
     return [str(instruction.called("false_computation")), str(instruction.called("true_computation"))]

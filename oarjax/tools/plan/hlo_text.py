@@ -45,17 +45,17 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The place in the traced function, such as jit(update)/while/body."""
-        return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
+        return match[1] if (match := re.search(r'op_name="([^"]*)"', self.rest)) else ""
 
     @property
     def cycles(self) -> float:
         """The cycles of one run as a TPU's compiler estimates them; 0 where it does not."""
-        found = re.search(r'"estimated_cycles":"(-?\d+)"', self.rest)
-        return float(found[1]) if found and 0 < int(found[1]) < UNKNOWN else 0.0
+        match = re.search(r'"estimated_cycles":"(-?\d+)"', self.rest)
+        return float(match[1]) if match and 0 < int(match[1]) < UNKNOWN else 0.0
 
     def called(self, attribute: str) -> str | None:
         """Return the computation that an attribute such as ``body`` names."""
-        return found[1] if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None
+        return match[1] if (match := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def _instruction(line: str, start: re.Match[str]) -> Instruction | None:
         return None
     bracket = end + opcode.end() - 1
     close = _closing(line, bracket)
-    inside = line[bracket + 1 : close]
+    arguments = line[bracket + 1 : close]
     return Instruction(
         name=start[2],
         type=tuple(_array(m) for m in ARRAY.finditer(line[at:end])),
         opcode=opcode[1],
-        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
+        operands=tuple(re.findall(r"%([\w.\-]+)", arguments)),
         rest=line[close + 1 :],
-        value=inside,
+        value=arguments,
         root=start[1] is not None,
     )
 

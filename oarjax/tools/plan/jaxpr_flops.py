@@ -39,15 +39,15 @@ def executed_flops(fn: Callable[..., Any], *args: Any) -> float:
 
 def flop_counter(fn: Callable[..., Any], *args: Any) -> Callable[..., float]:
     """Compile ``executed_flops`` of ``fn`` once, for any arrays of the shapes of ``args``."""
-    closed = jax.make_jaxpr(fn)(*args)
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    closed_jaxpr = jax.make_jaxpr(fn)(*args)
+    jaxpr, used_inputs = partial_eval.dce_jaxpr(closed_jaxpr.jaxpr, [True] * len(closed_jaxpr.jaxpr.outvars))
 
     @jax.jit
     def count(consts: Values, values: Values) -> Any:
         return _run(jaxpr, consts, values)[1]
 
     def counted(*args: Any) -> float:
-        return float(count(closed.consts, [x for x, keep in zip(jax.tree.leaves(args), used) if keep]))
+        return float(count(closed_jaxpr.consts, [x for x, keep in zip(jax.tree.leaves(args), used_inputs) if keep]))
 
     return counted
 
@@ -111,8 +111,8 @@ def _fixed_flops(eqn: Any) -> float | None:
 
 
 def _fixed_total(jaxpr: Any) -> float | None:
-    found = [_fixed_flops(eqn) for eqn in jaxpr.eqns]
-    return None if any(f is None for f in found) else sum((f for f in found if f is not None), 0.0)
+    flops = [_fixed_flops(eqn) for eqn in jaxpr.eqns]
+    return None if any(f is None for f in flops) else sum((f for f in flops if f is not None), 0.0)
 
 
 def _dot_flops(left: Sequence[int], right: Sequence[int], dimensions: Any) -> float:
@@ -128,28 +128,28 @@ def _while(params: Any, values: Values) -> tuple[Values, Any]:
     m, n = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, start = values[:m], values[m : m + n], values[m + n :]
 
-    def again(carry: Any) -> Any:
+    def condition(carry: Any) -> Any:
         return _run(cond.jaxpr, cond.consts, [*cond_consts, *carry[0]])[0][0]
 
     def step(carry: Any) -> Any:
-        kept, total = carry
-        outs, flops = _run(body.jaxpr, body.consts, [*body_consts, *kept])
+        state, total = carry
+        outs, flops = _run(body.jaxpr, body.consts, [*body_consts, *state])
         return outs, total + flops
 
-    return jax.lax.while_loop(again, step, (start, _zero()))
+    return jax.lax.while_loop(condition, step, (start, _zero()))
 
 
 def _scan(eqn: Any, values: Values) -> tuple[Values, Any]:
     params, body = eqn.params, eqn.params["jaxpr"]
     # What is scanned over has one axis more outside than in the body. (How params count these differs with JAX.)
-    inside, outside = (_ranks(x.invars) for x in (body.jaxpr, eqn))
+    body_ranks, eqn_ranks = (_ranks(x.invars) for x in (body.jaxpr, eqn))
     c = sum(a == b for a, b in zip(_ranks(body.jaxpr.outvars), _ranks(eqn.outvars), strict=True))
-    k = sum(a == b for a, b in zip(inside, outside, strict=True)) - c
+    k = sum(a == b for a, b in zip(body_ranks, eqn_ranks, strict=True)) - c
     consts, start, xs = values[:k], values[k : k + c], values[k + c :]
 
     def step(carry: Any, x: Any) -> Any:
-        kept, total = carry
-        outs, flops = _run(body.jaxpr, body.consts, [*consts, *kept, *x])
+        state, total = carry
+        outs, flops = _run(body.jaxpr, body.consts, [*consts, *state, *x])
         return (outs[:c], total + flops), outs[c:]
 
     (end, total), ys = jax.lax.scan(step, (start, _zero()), xs, length=params["length"], reverse=params["reverse"])
@@ -159,14 +159,14 @@ def _scan(eqn: Any, values: Values) -> tuple[Values, Any]:
 def _cond(params: Any, values: Values) -> tuple[Values, Any]:
     index, *operands = values
 
-    def branch(closed: Any) -> Callable[..., Any]:
+    def branch(closed_jaxpr: Any) -> Callable[..., Any]:
         def run(*xs: Any) -> Any:
-            outs, flops = _run(closed.jaxpr, closed.consts, xs)
+            outs, flops = _run(closed_jaxpr.jaxpr, closed_jaxpr.consts, xs)
             return outs, _zero() + flops
 
         return run
 
-    return jax.lax.switch(index, [branch(closed) for closed in params["branches"]], *operands)
+    return jax.lax.switch(index, [branch(closed_jaxpr) for closed_jaxpr in params["branches"]], *operands)
 
 
 def _ranks(variables: Sequence[Any]) -> list[int]:
@@ -179,10 +179,10 @@ def _zero() -> Any:
 
 def _jaxprs(params: Any) -> list[Any]:
     """Return the jaxprs among an equation's parameters, without their constants."""
-    found = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [getattr(v, "jaxpr", v) for v in found if isinstance(v, core.Jaxpr | core.ClosedJaxpr)]
+    candidates = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
+    return [getattr(v, "jaxpr", v) for v in candidates if isinstance(v, core.Jaxpr | core.ClosedJaxpr)]
 
 
 def _consts(params: Any) -> list[Any]:
-    closed = [p for p in params.values() if isinstance(p, core.ClosedJaxpr)]
-    return list(closed[0].consts) if closed else []
+    closed_jaxprs = [p for p in params.values() if isinstance(p, core.ClosedJaxpr)]
+    return list(closed_jaxprs[0].consts) if closed_jaxprs else []

@@ -82,11 +82,11 @@ def expected_decoding(
     for start in range(0, limit, segment):
         end = min(start + segment, limit)
         # Inside the segment the loop runs on while any row decodes.
-        running = 1.0 - (1.0 - survival[start:end]) ** rows
+        loop_chances = 1.0 - (1.0 - survival[start:end]) ** rows
         computed = float(jumps @ binomial_exceedance(alive, draws=rows, chance=float(survival[start])))
         # A border with rows left is followed by at least one step; given that, steps run until the last row ends.
-        rows_left = float(running.sum())
-        likely = float(running[0])
+        rows_left = float(loop_chances.sum())
+        likely = float(loop_chances[0])
         per_row = rows_left / likely if likely > 0 else 0.0
         steps += rows_left
         row_steps += computed * per_row
@@ -100,8 +100,8 @@ def unit_survival(survival: Float[np.ndarray, "T"], *, group: int, rows: int) ->
 
     The k-th of n independent lengths is above t where fewer than k of them are at most t.
     """
-    short = 1.0 - survival
-    exactly = [comb(group, j) * short**j * survival ** (group - j) for j in range(group)]
+    cumulative = 1.0 - survival
+    exactly = [comb(group, j) * cumulative**j * survival ** (group - j) for j in range(group)]
     return np.mean([np.sum(exactly[:k], axis=0) for k in range(rows, group + 1, rows)], axis=0)
 
 

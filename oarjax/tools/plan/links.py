@@ -57,16 +57,16 @@ def ways_of(places: Sequence[Place], *, sides: Sequence[int], closed: Sequence[b
     gaps = [{b - a for a, b in itertools.pairwise(axis)} for axis in axes]
     if math.prod(len(axis) for axis in axes) != len(places) or any(len(gap) > 1 for gap in gaps):
         return Ways(ring=1 / shared, every=1 / shared, hops=len(places) - 1)
-    used = []
+    spans = []
     for axis, gap, side, closes in zip(axes, gaps, sides, closed, strict=True):
         if len(axis) > 1:
             (step,) = gap
-            used.append((len(axis), step, closes and len(axis) > 2 and len(axis) * step == side))
-    passed = max(step for _, step, _ in used) * shared
-    ring = 2 if any(looped for *_, looped in used) or (len(used) > 1 and len(places) % 2 == 0) else 1
-    every = sum(2 if looped else 1 for *_, looped in used)
-    hops = sum(step * (n // 2 if looped else n - 1) for n, step, looped in used)
-    return Ways(ring=ring / passed, every=max(ring, every) / passed, hops=hops)
+            spans.append((len(axis), step, closes and len(axis) > 2 and len(axis) * step == side))
+    load = max(step for _, step, _ in spans) * shared
+    ring = 2 if any(looped for *_, looped in spans) or (len(spans) > 1 and len(places) % 2 == 0) else 1
+    every = sum(2 if looped else 1 for *_, looped in spans)
+    hops = sum(step * (n // 2 if looped else n - 1) for n, step, looped in spans)
+    return Ways(ring=ring / load, every=max(ring, every) / load, hops=hops)
 
 
 def link_table(mesh: Mesh, where: Slice) -> dict[int, Ways]:
@@ -77,24 +77,24 @@ def link_table(mesh: Mesh, where: Slice) -> dict[int, Ways]:
     """
     sides, closed = [int(side) for side in where.shape.split("x")], closed_sides(where)
     inner_first = [name for name, size in mesh.shape.items() if size > 1][::-1]
-    found: dict[int, Ways] = {}
+    table: dict[int, Ways] = {}
     for count in range(1, len(inner_first) + 1):
-        for chosen in itertools.combinations(inner_first, count):
-            groups = [g for g in groups_of(mesh, chosen) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
-            each = where.devices // where.chips
+        for names in itertools.combinations(inner_first, count):
+            groups = [g for g in groups_of(mesh, names) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
+            devices = where.devices // where.chips
             places = [[tuple(d.coords)[: len(sides)] for d in group] for group in groups]
-            ways = [ways_of(group, sides=sides, closed=closed, devices=each) for group in places]
+            ways = [ways_of(group, sides=sides, closed=closed, devices=devices) for group in places]
             if ways:  # of groups that lie differently the slowest counts
-                found.setdefault(len(groups[0]), min(ways, key=lambda w: (w.ring, -w.hops)))
-    return found
+                table.setdefault(len(groups[0]), min(ways, key=lambda w: (w.ring, -w.hops)))
+    return table
 
 
-def groups_of(mesh: Mesh, chosen: Sequence[str]) -> list[list[Any]]:
+def groups_of(mesh: Mesh, names: Sequence[str]) -> list[list[Any]]:
     """Divide a mesh's devices into the groups of a collective over the chosen axes."""
-    axes = sorted(mesh.axis_names.index(name) for name in chosen)
-    rest = [i for i in range(mesh.devices.ndim) if i not in axes]
+    axes = sorted(mesh.axis_names.index(name) for name in names)
+    other_axes = [i for i in range(mesh.devices.ndim) if i not in axes]
     size = math.prod(mesh.devices.shape[i] for i in axes)
-    return [list(group) for group in mesh.devices.transpose(*rest, *axes).reshape(-1, size)]
+    return [list(group) for group in mesh.devices.transpose(*other_axes, *axes).reshape(-1, size)]
 
 
 def collective_seconds(

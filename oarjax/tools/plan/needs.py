@@ -55,7 +55,7 @@ def needs_of(cfg: Config, model: QwenConfig, where: Slice, *, seconds: Number | 
     hosts = hosts_of(where, slices=slices)
     width = {"float32": 4, "bfloat16": 2, None: 2 if cfg.lora.rank else 4}[cfg.export.dtype]
     exported = float(parameters * width) if cfg.export.folder is not None else 0.0
-    kept = cfg.checkpoint.keep + 1 + (cfg.checkpoint.best is not None and cfg.data.eval is not None)
+    copies = cfg.checkpoint.keep + 1 + (cfg.checkpoint.best is not None and cfg.data.eval is not None)
     hours = None if seconds is None else cfg.iterations * seconds / 3600
     return {
         "iterations": cfg.iterations,
@@ -65,6 +65,6 @@ def needs_of(cfg: Config, model: QwenConfig, where: Slice, *, seconds: Number | 
         "weights": 2.0 * parameters,
         "disk": SOFTWARE + max(checkpoint / hosts, min(exported, SHARD_BYTES)),
         "checkpoint": checkpoint,
-        "bucket": kept * checkpoint + exported if cfg.checkpoint.every else exported,
+        "bucket": copies * checkpoint + exported if cfg.checkpoint.every else exported,
         "saving": checkpoint / hosts / WRITE_RATE,
     }

@@ -71,30 +71,30 @@ def overlap_of(
         drawing: see ``overlap``.
     """
     completion, chip, lengths = plan["shapes"]["completion"], plan["chip"], plan.get("lengths")
-    own = [p for p in plan["phases"] if p["method"] is None]
-    seconds, steps = {p["name"]: times[p["name"]] * p["seconds_in_turn"] for p in own}, float(completion)
+    phases = [p for p in plan["phases"] if p["method"] is None]
+    seconds, steps = {p["name"]: times[p["name"]] * p["seconds_in_turn"] for p in phases}, float(completion)
     if lengths is not None:
         seconds, steps = lengths["seconds"], lengths["decode_steps"]
     sampling = seconds["sample"]
-    read = min(weights / chip["bandwidth"] * steps / completion, sampling)
-    products = next(p["seconds"]["products"] for p in own if p["name"] == "sample")
-    shares = {"weights": read, "rows": sampling - read, "learning": sum(seconds.values()) - sampling}
+    reading = min(weights / chip["bandwidth"] * steps / completion, sampling)
+    products = next(p["seconds"]["products"] for p in phases if p["name"] == "sample")
+    shares = {"weights": reading, "rows": sampling - reading, "learning": sum(seconds.values()) - sampling}
     shares["products"] = products * (1 if lengths is None else lengths["mean"] / completion)
     sizes = {"chips": plan["chips"], "tensor": tensor, "drawing": drawing}
-    found = overlap(**shares, **sizes, sent=weights / completion, link=chip["link"])
-    written = plan["needs"]["weights"] / WRITE_RATE
-    return None if found is None else found._asdict() | {"written": written, "set": drawing is not None}
+    best = overlap(**shares, **sizes, sent=weights / completion, link=chip["link"])
+    write_seconds = plan["needs"]["weights"] / WRITE_RATE
+    return None if best is None else best._asdict() | {"written": write_seconds, "set": drawing is not None}
 
 
-def describe_overlap(found: Mapping[str, Any] | None, *, chips: int, hosts: int) -> str:
+def describe_overlap(lag: Mapping[str, Any] | None, *, chips: int, hosts: int) -> str:
     """Say what a lag can bring, and what the weights' way to those who draw takes."""
-    if found is None:
+    if lag is None:
         return "update.lag: this slice cannot be divided so into chips that draw and chips that learn."
-    faster = f"makes steps at most {found['gain']:.2f} times as fast"
-    if found["gain"] <= 1:
-        faster = "makes steps no faster" + ("" if found["set"] else ", however the chips are divided")
+    faster = f"makes steps at most {lag['gain']:.2f} times as fast"
+    if lag["gain"] <= 1:
+        faster = "makes steps no faster" + ("" if lag["set"] else ", however the chips are divided")
     overlaps = ""
-    if found["set"]:
+    if lag["set"]:
         overlaps = (
             "Phases are planned as if all chips drew and learned in turn; those that learn hold more alone: plan them "
             "with rollout.devices=null on a slice of their number."
@@ -102,7 +102,7 @@ def describe_overlap(found: Mapping[str, Any] | None, *, chips: int, hosts: int)
     if hosts > 1:
         overlaps = f"oarjax overlaps in one process alone: on these {hosts} hosts a lag brings nothing."
     return (
-        f"update.lag: drawing on {found['chips']} of {chips} chips while the others learn {faster}; the weights reach "
-        f"them in {found['transfer']:.2g} s over a slice's links, or are written for an engine in "
-        f"{found['written']:.0f} s by one host, both at the least. {overlaps}".strip()
+        f"update.lag: drawing on {lag['chips']} of {chips} chips while the others learn {faster}; the weights reach "
+        f"them in {lag['transfer']:.2g} s over a slice's links, or are written for an engine in "
+        f"{lag['written']:.0f} s by one host, both at the least. {overlaps}".strip()
     )

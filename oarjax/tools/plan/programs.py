@@ -118,7 +118,7 @@ def mean_slots(rows: DecodePlan, attention: DecodeKind) -> float:
     if attention == "kernel":
         return sum(map(padded_slots, range(rows.max_new - 1))) / max(rows.max_new - 1, 1)
     steps = rows.full_steps()
-    return sum(slots * each for slots, each in steps.items()) / max(sum(steps.values()), 1)
+    return sum(slots * count for slots, count in steps.items()) / max(sum(steps.values()), 1)
 
 
 def with_method(cfg: Config, method: str | None) -> Config:
@@ -127,9 +127,9 @@ def with_method(cfg: Config, method: str | None) -> Config:
     A method that reads keywords needs a tokenizer for its weights alone, which are no program of a plan: it scores as
     uniform does.
     """
-    other = parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": method or cfg.credit.method})})
-    if "keyword_table" not in find_credit(other.credit).signals:
-        return other
+    result = parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": method or cfg.credit.method})})
+    if "keyword_table" not in find_credit(result.credit).signals:
+        return result
     return parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": "uniform"})})
 
 

@@ -27,26 +27,26 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         "public, serving |",
         "|---|---|---:|---|---:|---:|---|",
     ]
-    for found in plans:
-        phases = {p["name"]: p for p in found["phases"] if p["method"] is None and "seconds_compiler" in p}
+    for plan in plans:
+        phases = {p["name"]: p for p in plan["phases"] if p["method"] is None and "seconds_compiler" in p}
         learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
-        sample, s = phases.get("sample"), found["shapes"]
+        sample, s = phases.get("sample"), plan["shapes"]
         seconds = sum(p["seconds_expected"] for p in learning)
-        rate = found["chips"] * found["chip"]["flops"] * seconds
+        rate = plan["chips"] * plan["chip"]["flops"] * seconds
         if not learning:  # of an older plan
             continue
-        cells = [found["config"].removeprefix("configs/"), found["chip"]["name"]]
+        cells = [plan["config"].removeprefix("configs/"), plan["chip"]["name"]]
         cells += [
             f"{sum(p['model'] for p in learning) / rate:.0%}" if rate else "",
-            TRAINING.get(found["chip"]["name"], ""),
+            TRAINING.get(plan["chip"]["name"], ""),
         ]
         if sample is None:
             cells += ["", ""]
         else:
-            speed = s["rows"] * s["completion"] / sample["seconds_expected"] / found["chips"]
-            share = sample["read"] / (found["chip"]["bandwidth"] * sample["seconds_expected"])
+            speed = s["rows"] * s["completion"] / sample["seconds_expected"] / plan["chips"]
+            share = sample["read"] / (plan["chip"]["bandwidth"] * sample["seconds_expected"])
             cells += [f"{speed:,.0f}", f"{share:.0%}"]
-        lines.append("| " + " | ".join([*cells, DECODING.get(found["chip"]["name"], "")]) + " |")
+        lines.append("| " + " | ".join([*cells, DECODING.get(plan["chip"]["name"], "")]) + " |")
     return lines
 
 

@@ -60,7 +60,7 @@ def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dic
     }
 
 
-def _experts(hidden: int, layers: int, heads: int, width: int, count: int, each: int) -> dict[str, int]:
+def _experts(hidden: int, layers: int, heads: int, width: int, count: int, per_token: int) -> dict[str, int]:
     """Return the sizes of a mixture with delta nets, whose shared expert is as wide as each of the others."""
     return {
         "hidden_size": hidden,
@@ -69,7 +69,7 @@ def _experts(hidden: int, layers: int, heads: int, width: int, count: int, each:
         "moe_intermediate_size": width,
         "shared_expert_intermediate_size": width,
         "num_experts": count,
-        "num_experts_per_tok": each,
+        "num_experts_per_tok": per_token,
     }
 
 

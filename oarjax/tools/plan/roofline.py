@@ -132,8 +132,8 @@ def kernel_flops(
     if name.startswith(GROUPED):
         if "metadata" in name:  # the groups' places
             return 0.0
-        held = operands[-1][0]
-        return 2.0 * operands[-2][0] * math.prod(operands[-1][1:]) * min(held / (experts or held), 1.0)
+        held_experts = operands[-1][0]
+        return 2.0 * operands[-2][0] * math.prod(operands[-1][1:]) * min(held_experts / (experts or held_experts), 1.0)
     if name.startswith(DECODE):
         queries, (*_, length) = next(pair for pair in pairwise(operands) if len(pair[1]) == 5)
         return 4.0 * math.prod(queries) * (slots if slots and name.startswith(f"{DECODE}_rows") else length)
@@ -147,8 +147,8 @@ def kernel_flops(
     (*row, heads, new, width), keys = q, k[-2]
     rows = math.prod(row)
     high, wide = block(new), block(keys)
-    seen = sum(min(-(-keys // wide), (keys - new + (i + 1) * high - 1) // wide + 1) for i in range(-(-new // high)))
-    return 2.0 * products * rows * heads * width * seen * high * wide
+    blocks = sum(min(-(-keys // wide), (keys - new + (i + 1) * high - 1) // wide + 1) for i in range(-(-new // high)))
+    return 2.0 * products * rows * heads * width * blocks * high * wide
 
 
 def executed_update_flops(
@@ -166,12 +166,12 @@ def executed_update_flops(
         attention_passes: forwards' worth of attention in forward and backward together, recomputation included; 4
             for plain attention with any remat but none. Kernels recompute on their own account.
     """
-    whole = row.tokens
-    linear = pass_flops(d, tokens=whole, context=0, read=0)
-    attention = pass_flops(d, tokens=whole, context=attended, read=0) - linear
+    tokens = row.tokens
+    linear = pass_flops(d, tokens=tokens, context=0, read=0)
+    attention = pass_flops(d, tokens=tokens, context=attended, read=0) - linear
     head = 2.0 * d.head_params * row.completion
-    repeated = 0.0 if remat in ("none", "dots") else linear - 2.0 * stored * whole
-    return 3 * linear + repeated + attention_passes * attention + 4 * head
+    recomputed = 0.0 if remat in ("none", "dots") else linear - 2.0 * stored * tokens
+    return 3 * linear + recomputed + attention_passes * attention + 4 * head
 
 
 def executed_fused_flops(
@@ -194,5 +194,5 @@ def executed_fused_flops(
         d, row, remat=remat, stored=stored, attended=attended, attention_passes=attention_passes
     )
     flops = pass_flops(d, tokens=row.completion, context=0, read=0)
-    again = 0.0 if remat in ("none", "dots") else flops - 2.0 * stored * row.completion
-    return update + 2 * (draws * flops + again)
+    recomputed = 0.0 if remat in ("none", "dots") else flops - 2.0 * stored * row.completion
+    return update + 2 * (draws * flops + recomputed)

@@ -41,28 +41,28 @@ def starting_of(
     step_phases = {p["name"]: p for p in phases if p["method"] is None}
     sampling = step_phases["sample"]["programs"] if "sample" in step_phases else []
     mean = step_phases["sample"]["compile_cpu_seconds"] / len(sampling) if sampling else 0.0
-    costs = [(each["name"].startswith("decode"), each.get("cpu_seconds", mean)) for each in sampling]
+    costs = [(program["name"].startswith("decode"), program.get("cpu_seconds", mean)) for program in sampling]
     decode = [seconds for decodes, seconds in costs if decodes]
     if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode:
         return None
-    each, others = sum(decode) / len(decode), sum(seconds for _, seconds in costs) - sum(decode)
+    decode_mean, other_seconds = sum(decode) / len(decode), sum(seconds for _, seconds in costs) - sum(decode)
     lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
     learning = {
         name: step_phases[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in step_phases
     }
-    rest = step_phases["reshard"]["compile_cpu_seconds"] + step_phases["apply"]["compile_cpu_seconds"]
+    fixed_seconds = step_phases["reshard"]["compile_cpu_seconds"] + step_phases["apply"]["compile_cpu_seconds"]
     samplers = [rows] if evaluated is None else [rows, evaluated]
-    windows, sizes = sum(len(each.cache_sizes()) for each in samplers), sum(len(each.sizes()) for each in samplers)
-    first = rest + len(samplers) * others + windows * each + sum(learning.values())
-    whole = rest + len(samplers) * others + sizes * each + lengths * sum(learning.values())
+    windows, sizes = sum(len(plan.cache_sizes()) for plan in samplers), sum(len(plan.sizes()) for plan in samplers)
+    first_cpu = fixed_seconds + len(samplers) * other_seconds + windows * decode_mean + sum(learning.values())
+    all_cpu = fixed_seconds + len(samplers) * other_seconds + sizes * decode_mean + lengths * sum(learning.values())
     programs = 2 + len(samplers) * (len(sampling) - len(decode)) + sizes + lengths * len(learning)
-    threads, longest = compiled_at_once(cores_of(where)), max(*learning.values(), each)
+    threads, longest = compiled_at_once(cores_of(where)), max(*learning.values(), decode_mean)
     return {
         "programs": float(programs),
-        "first_cpu_seconds": first,
-        "first_seconds": max(first / threads, longest),
-        "cpu_seconds": whole,
-        "seconds": max(whole / threads, math.ceil(lengths * len(learning) / threads) * longest),
+        "first_cpu_seconds": first_cpu,
+        "first_seconds": max(first_cpu / threads, longest),
+        "cpu_seconds": all_cpu,
+        "seconds": max(all_cpu / threads, math.ceil(lengths * len(learning) / threads) * longest),
     }
 
 
@@ -87,8 +87,8 @@ def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         "all | seconds on every host, at least |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for found in plans:
-        if costs := found.get("starting"):
+    for plan in plans:
+        if costs := plan.get("starting"):
             times = [f"{costs[part]:,.0f}" for part in ("first_cpu_seconds", "first_seconds", "cpu_seconds", "seconds")]
-            lines.append("| " + " | ".join([found["config"], f"{costs['programs']:.0f}", *times]) + " |")
+            lines.append("| " + " | ".join([plan["config"], f"{costs['programs']:.0f}", *times]) + " |")
     return lines

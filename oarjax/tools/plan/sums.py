@@ -74,8 +74,8 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
         return 0.0
     credit = find_credit(cfg.credit)
     work = replace(largest_work(model, cfg, credit), fused=phase == "fused")
-    found = iteration_flops(decoder_of(model), work, credit)
-    phase_seconds = found["score"] + found["update"] if phase == "fused" else found[phase]
+    flops = iteration_flops(decoder_of(model), work, credit)
+    phase_seconds = flops["score"] + flops["update"] if phase == "fused" else flops[phase]
     return phase_seconds / times_of(cfg.update)[phase]
 
 
@@ -111,8 +111,8 @@ def count(
 
     def trips(op_name: str, branching: bool) -> float:
         if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while/body/.*while$", op_name):
-            rows, held = map(int, outer.groups())  # the first block of every group is in no loop
-            return even_blocks(rows, held, min(held / experts, 1.0)) / held - 1.0
+            rows, local_experts = map(int, outer.groups())  # the first block of every group is in no loop
+            return even_blocks(rows, local_experts, min(local_experts / experts, 1.0)) / local_experts - 1.0
         if op_name.startswith(DECODE):
             return float(steps)
         if op_name.endswith(f"{CANDIDATES}/while"):
@@ -147,41 +147,43 @@ def phase_of(
     Memory is that of the phase's program that needs most with what lies beside it, compile time that of all.
     ``experts`` is the policy's number of experts, 0 without; ``slots`` as in ``count``.
     """
-    programs = [_memory(each) for each in result["programs"]]
-    largest = max(programs, key=lambda each: math.inf if each["total"] is None else each["total"])
-    program, beside, total = (largest[part] for part in ("program", "beside", "total"))
+    programs = [_memory(p) for p in result["programs"]]
+    largest = max(programs, key=lambda p: math.inf if p["total"] is None else p["total"])
+    program, other_bytes, total = (largest[part] for part in ("program", "beside", "total"))
     line: dict[str, Any] = {
         "name": name,
         "method": method,
         "commit": result.get("commit"),
         "fits": work is not None and total is not None and total <= chip.memory,
-        "hbm": {"program": program, "beside": beside, "total": total, "limit": chip.memory},
+        "hbm": {"program": program, "beside": other_bytes, "total": total, "limit": chip.memory},
         "programs": programs,
-        "compile_seconds": sum(each["seconds"] for each in result["programs"]),
-        "compile_cpu_seconds": sum(each["cpu_seconds"] for each in result["programs"]),
-        "cached": all(each["cached"] for each in result["programs"]),
-        "message": next((each["message"] for each in result["programs"] if each.get("message")), None),
+        "compile_seconds": sum(p["seconds"] for p in result["programs"]),
+        "compile_cpu_seconds": sum(p["cpu_seconds"] for p in result["programs"]),
+        "cached": all(p["cached"] for p in result["programs"]),
+        "message": next((p["message"] for p in result["programs"] if p.get("message")), None),
     }
     if work is None:
         return line
     flops_of = partial(kernel_flops, block=block_of, experts=experts, slots=slots)
     by_kernel = {kernel: times * flops_of(kernel.name, kernel.operands) for kernel, times in work.kernels.items()}
     kernels = sum(by_kernel.values())
-    done = work.flops + kernels
-    times = roofline(chip, flops=done, sent=sum(work.collectives.values()), read=read)
+    flops = work.flops + kernels
+    times = roofline(chip, flops=flops, sent=sum(work.collectives.values()), read=read)
     ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
     links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
     moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
-    assumed = expected_seconds(chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links)
+    assumed = expected_seconds(
+        chip, reached, flops=flops, kernels=kernels, moved=moved, passed=work.passed, links=links
+    )
     streamed = work.streamed / (chip.bandwidth * reached.memory)  # by kernels that wait for HBM
     compilers = work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + streamed + links
     expected = max(assumed, compilers)
     return line | {
-        "executed": done,
+        "executed": flops,
         "kernels": kernels,
         "grouped": sum(n for k, n in by_kernel.items() if k.name.startswith(GROUPED)),
         "model": model,
-        "share": model / (done * chips) if model else None,
+        "share": model / (flops * chips) if model else None,
         "sent": dict(work.collectives),
         "calls": dict(work.calls),
         "read": read,
@@ -198,16 +200,16 @@ def phase_of(
         "hbm_expected": read / (chip.bandwidth * expected) if expected else 0.0,
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
-        "aliased": max(each["memory"]["aliased"] for each in result["programs"]),
+        "aliased": max(p["memory"]["aliased"] for p in result["programs"]),
         "chips": chips,
     }
 
 
 def _memory(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bytes of a program and of what lies beside it; None where the compiler did not say."""
-    program, beside = result["memory"]["peak"] if "memory" in result else result["needs"], result["beside"]
-    total = None if program is None else program + beside
-    sizes = {"program": program, "beside": beside, "total": total}
+    program, other_bytes = result["memory"]["peak"] if "memory" in result else result["needs"], result["beside"]
+    total = None if program is None else program + other_bytes
+    sizes = {"program": program, "beside": other_bytes, "total": total}
     return {"name": result["name"], "key": result["key"], **sizes, "cpu_seconds": result["cpu_seconds"]}
 
 
@@ -252,13 +254,13 @@ def prompt_costs(
     ``flops`` is the prefill's share of the iteration's model FLOPs, ``bytes`` the prompts' keys and values as decoding
     reads them, once over all copies of the policy.
     """
-    d, found = decoder_of(model), {}
+    d, costs = decoder_of(model), {}
     for name, prompts in (("group", s.prompts), ("single", s.rows)):
         work = replace(work, prompts=prompts)
         prefill = sampling_flops(d, prompts=prompts, rows=0, prompt=s.prompt, completion=s.completion)
         cached = position_bytes(model, rollout) * model.num_key_value_heads * s.prompt * prompts
-        found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": float(cached)}
-    return found
+        costs[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": float(cached)}
+    return costs
 
 
 def again_costs(turns: int, model: QwenConfig, s: LargestShapes, work: Work) -> dict[str, float] | None:
@@ -270,10 +272,10 @@ def again_costs(turns: int, model: QwenConfig, s: LargestShapes, work: Work) -> 
         return None
     d, times = decoder_of(model), times_again(turns, s.completion)
     widths = {s.prompt + beyond: s.rows * count for beyond, count in times.items()}
-    again = sum(rows * pass_flops(d, tokens=width, context=width / 2, read=1) for width, rows in widths.items())
-    first = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=s.prompt, completion=s.completion)
+    repeat_flops = sum(rows * pass_flops(d, tokens=width, context=width / 2, read=1) for width, rows in widths.items())
+    first_flops = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=s.prompt, completion=s.completion)
     positions = sum(width * rows for width, rows in widths.items())
-    return {"turns": float(turns), "positions": positions, "flops": again / (again + first)}
+    return {"turns": float(turns), "positions": positions, "flops": repeat_flops / (repeat_flops + first_flops)}
 
 
 def applied_bytes(resident: Mapping[str, int]) -> float:
@@ -290,8 +292,8 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mappi
     The part of attention's kernels is what their formula says; the rest does not depend on the program.
     """
     fused = line["name"] == "fused"
-    other = cfg.lora.rank or planned_prompt_rows(cfg.update) > 1
-    if "executed" not in line or other or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
+    unknown = cfg.lora.rank or planned_prompt_rows(cfg.update) > 1
+    if "executed" not in line or unknown or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
         return None
     sizes: dict[str, Any] = {
         "remat": cfg.policy.remat,

@@ -31,16 +31,16 @@ OLDER = (
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-def columns_of(found: dict[str, Any]) -> list[str]:
+def columns_of(plan: dict[str, Any]) -> list[str]:
     """Return a column for each phase, and for the step if everything fits."""
-    names = [p["name"] if p["method"] is None else f"{p['name']}, {p['method']}" for p in found["phases"]]
-    return [*names, "whole step"] if found["step"] else names
+    names = [p["name"] if p["method"] is None else f"{p['name']}, {p['method']}" for p in plan["phases"]]
+    return [*names, "whole step"] if plan["step"] else names
 
 
-def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows_of(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the stated quantities, each with its value in every column."""
-    columns = [*found["phases"], *([found["step"]] if found["step"] else [])]
-    chips = found["chips"]
+    columns = [*plan["phases"], *([plan["step"]] if plan["step"] else [])]
+    chips = plan["chips"]
 
     def row(name: str, value: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
         return (name, *(value(c) for c in columns))
@@ -51,122 +51,122 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     def hbm(part: str) -> Callable[[dict[str, Any]], str]:
         return lambda c: gib(c["hbm"][part]) if part in c["hbm"] else ""
 
-    def known(field: str, value: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+    def cell(field: str, value: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
         return lambda c: value(c[field]) if c.get(field) is not None else ""
 
     def percent(share: float) -> str:
         return f"{share:.1%}" if share else ""
 
-    assumed = [
-        row("GiB of HBM in products", known("moved", gib)),
-        row("GiB of HBM in other passes and copies", known("passed", gib)),
-        row("seconds by assumed shares of the peaks", known("seconds_assumed", lambda n: f"{n:.2f}")),
-        row("seconds by the compiler's cycles", known("seconds_compiler", lambda n: f"{n:.2f}")),
-        row("seconds expected, the larger of both", known("seconds_expected", lambda n: f"{n:.2f}")),
-        row("model-FLOPs utilisation, expected", known("utilisation_expected", percent)),
-        row("share of HBM's rate for bytes that must be read, expected", known("hbm_expected", percent)),
+    estimates = [
+        row("GiB of HBM in products", cell("moved", gib)),
+        row("GiB of HBM in other passes and copies", cell("passed", gib)),
+        row("seconds by assumed shares of the peaks", cell("seconds_assumed", lambda n: f"{n:.2f}")),
+        row("seconds by the compiler's cycles", cell("seconds_compiler", lambda n: f"{n:.2f}")),
+        row("seconds expected, the larger of both", cell("seconds_expected", lambda n: f"{n:.2f}")),
+        row("model-FLOPs utilisation, expected", cell("utilisation_expected", percent)),
+        row("share of HBM's rate for bytes that must be read, expected", cell("hbm_expected", percent)),
     ]
     if not any("seconds_expected" in c for c in columns):  # of an older plan
-        assumed = []
-    sent = [kind for kind in KINDS if any(c.get("sent", {}).get(kind) for c in columns)]
+        estimates = []
+    kinds = [kind for kind in KINDS if any(c.get("sent", {}).get(kind) for c in columns)]
     return [
         row("fits", lambda c: "yes" if c.get("fits", True) else "NO"),
         row("HBM of the program, GiB per chip", hbm("program")),
         row("beside it, GiB per chip", hbm("beside")),
-        row(f"together, of {gib(found['chip']['memory'])}", hbm("total")),
-        row("executed TFLOP per chip", known("executed", lambda n: f"{n / 1e12:,.1f}")),
-        row("of them in kernels", known("kernels", lambda n: f"{n / 1e12:,.1f}" if n else "")),
-        row("model TFLOP per chip", known("model", lambda n: f"{n / chips / 1e12:,.1f}" if n else "")),
-        row("model's share of executed", known("share", percent)),
-        *(row(f"{kind}, GiB sent per chip", known("sent", lambda s, k=kind: gib(s.get(k, 0)))) for kind in sent),
-        row("seconds at least, nothing overlapped", known("seconds_in_turn", lambda n: f"{n:.2f}")),
-        row("seconds at least, all overlapped", known("seconds_together", lambda n: f"{n:.2f}")),
-        *assumed,
-        row("model-FLOPs utilisation, nothing overlapped", known("utilisation_in_turn", percent)),
-        row("model-FLOPs utilisation, all overlapped", known("utilisation_together", percent)),
-        row("compiled in, CPU seconds", known("compile_cpu_seconds", lambda n: f"{n:.0f}")),
+        row(f"together, of {gib(plan['chip']['memory'])}", hbm("total")),
+        row("executed TFLOP per chip", cell("executed", lambda n: f"{n / 1e12:,.1f}")),
+        row("of them in kernels", cell("kernels", lambda n: f"{n / 1e12:,.1f}" if n else "")),
+        row("model TFLOP per chip", cell("model", lambda n: f"{n / chips / 1e12:,.1f}" if n else "")),
+        row("model's share of executed", cell("share", percent)),
+        *(row(f"{kind}, GiB sent per chip", cell("sent", lambda s, k=kind: gib(s.get(k, 0)))) for kind in kinds),
+        row("seconds at least, nothing overlapped", cell("seconds_in_turn", lambda n: f"{n:.2f}")),
+        row("seconds at least, all overlapped", cell("seconds_together", lambda n: f"{n:.2f}")),
+        *estimates,
+        row("model-FLOPs utilisation, nothing overlapped", cell("utilisation_in_turn", percent)),
+        row("model-FLOPs utilisation, all overlapped", cell("utilisation_together", percent)),
+        row("compiled in, CPU seconds", cell("compile_cpu_seconds", lambda n: f"{n:.0f}")),
     ]
 
 
-def terminal(found: dict[str, Any]) -> Table:
+def terminal(plan: dict[str, Any]) -> Table:
     """Build the table for the terminal."""
-    table = Table("", *columns_of(found), title=title(found), title_justify="left")
-    for row in rows_of(found):
+    table = Table("", *columns_of(plan), title=title(plan), title_justify="left")
+    for row in rows_of(plan):
         table.add_row(*row, style="bold red" if "NO" in row[1:] else None)
     return table
 
 
-def title(found: dict[str, Any]) -> str:
+def title(plan: dict[str, Any]) -> str:
     """Title a plan: run and slice."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one chip"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1) or "one chip"
     return (
-        f"{found['config']}: {found['policy']}, {found['parameters'] / 1e9:.2f}B parameters, on {found['topology']} "
-        f"({found['product']}, {found['chips']} x {found['chip']['name']}), mesh {mesh}"
+        f"{plan['config']}: {plan['policy']}, {plan['parameters'] / 1e9:.2f}B parameters, on {plan['topology']} "
+        f"({plan['product']}, {plan['chips']} x {plan['chip']['name']}), mesh {mesh}"
     )
 
 
-def headline(found: dict[str, Any]) -> str:
+def headline(plan: dict[str, Any]) -> str:
     """Summarise a plan for the header of its config."""
-    most, capacity = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
-    update = [p for p in found["phases"] if p["name"] in ("update", "fused", "apply") and p["method"] is None]
-    what = "scores and update take" if any(p["name"] == "fused" for p in update) else "an update takes"
-    plain, overlapped = (sum(p[f"seconds_{how}"] for p in update) for how in ("in_turn", "together"))
-    flops = sum(p["model"] for p in update) / (found["chips"] * found["chip"]["flops"])
+    peak, capacity = plan["step"]["hbm"]["total"] / GIB, plan["chip"]["memory"] / GIB
+    update = [p for p in plan["phases"] if p["name"] in ("update", "fused", "apply") and p["method"] is None]
+    subject = "scores and update take" if any(p["name"] == "fused" for p in update) else "an update takes"
+    plain, overlapped = (sum(p[f"seconds_{kind}"] for p in update) for kind in ("in_turn", "together"))
+    flops = sum(p["model"] for p in update) / (plan["chips"] * plan["chip"]["flops"])
     return (
-        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {capacity:.2f} GiB of HBM "
-        f"per chip; {what} {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
+        f"Planned by the TPU's compiler (docs/plans.md): at most {peak:.2f} of {capacity:.2f} GiB of HBM "
+        f"per chip; {subject} {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
         f"at {flops / plain:.0%} and {flops / overlapped:.0%} model-FLOPs utilisation: bounds from peak rates."
     )
 
 
-def describe(found: dict[str, Any]) -> list[str]:
+def describe(plan: dict[str, Any]) -> list[str]:
     """Write the lines below a table: shapes, peaks, resident memory, and how the count compares with the formula."""
-    s, chip = found["shapes"], found["chip"]
+    s, chip = plan["shapes"], plan["chip"]
     lines = [
         f"{s['prompts']} prompts x {s['rows'] // s['prompts']} rollouts of {s['prompt']} + {s['completion']} tokens; "
-        f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {found['remat']}, attention "
-        f"{found['attention']}, credit {found['credit']}.",
-        *([describe_prompts(found)] if "prompts" in found else []),
-        *([describe_again(found["again"])] if found.get("again") else []),
+        f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {plan['remat']}, attention "
+        f"{plan['attention']}, credit {plan['credit']}.",
+        *([describe_prompts(plan)] if "prompts" in plan else []),
+        *([describe_again(plan["again"])] if plan.get("again") else []),
         f"Peaks of a chip: {chip['flops'] / 1e12:g} TFLOP/s, {chip['bandwidth'] / 1e9:g} GB/s of HBM, "
         f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
-        "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
+        "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in plan["resident"].items() if b) + ".",
     ]
     for name, field in (("update", "expected"), ("fused", "expected_fused")):
-        if found.get(field) is not None:
-            phase = next(p for p in found["phases"] if p["name"] == name and p["method"] is None)
+        if plan.get(field) is not None:
+            phase = next(p for p in plan["phases"] if p["name"] == name and p["method"] is None)
             lines.append(
-                f"Executed FLOPs of the phase {name} over the analytic count for remat {found['remat']}: "
-                f"{phase['executed'] * found['chips'] / found[field]:.4f}."
+                f"Executed FLOPs of the phase {name} over the analytic count for remat {plan['remat']}: "
+                f"{phase['executed'] * plan['chips'] / plan[field]:.4f}."
             )
-    if any("seconds_expected" in p for p in found["phases"]):
+    if any("seconds_expected" in p for p in plan["phases"]):
         lines.append(assumptions())
-    elif any("seconds_in_turn" in p for p in found["phases"]):
+    elif any("seconds_in_turn" in p for p in plan["phases"]):
         lines.append(OLDER)
-    if found.get("needs") is not None:
-        lines.append(describe_needs(found["needs"], found))
-    if found.get("lengths") is not None:
-        lines.append(describe_expected(found["lengths"], found))
-    if "lag" in found:
-        lines.append(describe_overlap(found["lag"], chips=found["chips"], hosts=found["needs"]["hosts"]))
-    return lines + found["notes"]
+    if plan.get("needs") is not None:
+        lines.append(describe_needs(plan["needs"], plan))
+    if plan.get("lengths") is not None:
+        lines.append(describe_expected(plan["lengths"], plan))
+    if "lag" in plan:
+        lines.append(describe_overlap(plan["lag"], chips=plan["chips"], hosts=plan["needs"]["hosts"]))
+    return lines + plan["notes"]
 
 
-def describe_prompts(found: dict[str, Any]) -> str:
+def describe_prompts(plan: dict[str, Any]) -> str:
     """Say what the size of groups saves: a prompt is computed and cached once for all of its group."""
-    costs, size = found["prompts"], found["shapes"]["rows"] // found["shapes"]["prompts"]
-    own, single = (
+    costs, size = plan["prompts"], plan["shapes"]["rows"] // plan["shapes"]["prompts"]
+    group, single = (
         f"{costs[name]['flops']:.1%} of a step's model FLOPs and {costs[name]['bytes'] / GIB:.2f} GiB of keys, values"
         for name in ("group", "single")
     )
-    return f"Prompts, once per group of {size}: {own}" + ("." if size == 1 else f"; with groups of 1: {single}.")
+    return f"Prompts, once per group of {size}: {group}" + ("." if size == 1 else f"; with groups of 1: {single}.")
 
 
-def describe_again(again: Mapping[str, Any]) -> str:
+def describe_again(costs: Mapping[str, Any]) -> str:
     """Say what it costs that rows are computed again before every turn but the first."""
     return (
-        f"Episodes of {again['turns']:.0f} turns, all equally long: before each but the first every row is computed "
-        f"again, {again['positions']:,.0f} positions an iteration and {again['flops']:.0%} of sampling's FLOPs, which "
+        f"Episodes of {costs['turns']:.0f} turns, all equally long: before each but the first every row is computed "
+        f"again, {costs['positions']:,.0f} positions an iteration and {costs['flops']:.0%} of sampling's FLOPs, which "
         "model FLOPs leave out."
     )
 
@@ -184,15 +184,15 @@ def assumptions() -> str:
     )
 
 
-def describe_needs(needs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def describe_needs(needs: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """Describe what a run needs besides HBM, in one line."""
-    spent = ""
+    duration = ""
     if needs["hours"] is not None:
-        spent = (
+        duration = (
             f"{needs['iterations']} iterations in {needs['hours']:.1f} hours expected, {needs['chip_hours']:,.0f} "
             "chip-hours, without evaluations, compilation and restarts; "
         )
-    longest = max((p["seconds_expected"] for p in found["phases"] if p.get("seconds_expected")), default=None)
+    longest = max((p["seconds_expected"] for p in plan["phases"] if p.get("seconds_expected")), default=None)
     notice = ""
     if longest is not None:
         total = longest + needs["saving"]
@@ -204,7 +204,7 @@ def describe_needs(needs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
             f"phase before it {total:.0f} s: {verdict}."
         )
     return (
-        f"{spent}disk of each of {needs['hosts']} hosts {(needs['disk'] + needs['weights']) / 1e9:.0f} GB, "
+        f"{duration}disk of each of {needs['hosts']} hosts {(needs['disk'] + needs['weights']) / 1e9:.0f} GB, "
         f"{needs['weights'] / 1e9:.0f} GB of it the policy's files; bucket {needs['bucket'] / 1e9:.0f} GB, "
         f"{needs['checkpoint'] / 1e9:.0f} GB per checkpoint.{notice}"
     )
@@ -217,23 +217,23 @@ def needs_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         "disk per host beside them | GB of bucket |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for found in plans:
-        needs, step = found["needs"], found["step"] or {}
-        least, expected = step.get("seconds_together"), step.get("seconds_expected")
-        seconds = ["" if s is None else f"{s:.1f}" for s in (least, expected)]
-        bound = step.get("seconds_in_turn", 0) * needs["iterations"] * found["chips"] / 3600
-        spent = needs["chip_hours"] or bound
-        hours = f"{spent:,.0f}" if spent >= 10 else f"{spent:.1f}" if spent else ""
+    for plan in plans:
+        needs, step = plan["needs"], plan["step"] or {}
+        minimum, expected = step.get("seconds_together"), step.get("seconds_expected")
+        seconds = ["" if s is None else f"{s:.1f}" for s in (minimum, expected)]
+        bound = step.get("seconds_in_turn", 0) * needs["iterations"] * plan["chips"] / 3600
+        chip_hours = needs["chip_hours"] or bound
+        hours = f"{chip_hours:,.0f}" if chip_hours >= 10 else f"{chip_hours:.1f}" if chip_hours else ""
         hours = hours if needs["chip_hours"] or not hours else f"above {hours}"
         sizes = [f"{needs[part] / 1e9:.0f}" for part in ("weights", "disk", "bucket")]
-        cells = [found["config"], f"{found['chips']} {found['chip']['name']}", *seconds, hours, *sizes]
+        cells = [plan["config"], f"{plan['chips']} {plan['chip']['name']}", *seconds, hours, *sizes]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def describe_expected(step: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def describe_expected(step: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """Describe the step under the expected lengths beside the planned one, in one line."""
-    total, worst = sum(step["seconds"].values()), found["step"]["seconds_in_turn"]
+    total, worst = sum(step["seconds"].values()), plan["step"]["seconds_in_turn"]
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in step["seconds"].items())
     return (
         f"Expected with completions of {step['mean']:,.0f} tokens on average: {step['decode_steps']:,.0f} decode steps "
@@ -252,12 +252,12 @@ def commits_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         "| config | phases and commits |",
         "|---|---|",
     ]
-    for found in plans:
-        named: dict[str, list[str]] = {}
-        for p in found["phases"]:
-            named.setdefault(f"{p.get('commit')}{', changed' if p.get('changed') else ''}", []).append(p["name"])
-        cells = [f"{', '.join(phases)}: {commit}" for commit, phases in named.items()]
-        lines.append(f"| {found['config']} | {'; '.join(cells)} |")
+    for plan in plans:
+        by_commit: dict[str, list[str]] = {}
+        for p in plan["phases"]:
+            by_commit.setdefault(f"{p.get('commit')}{', changed' if p.get('changed') else ''}", []).append(p["name"])
+        cells = [f"{', '.join(phases)}: {commit}" for commit, phases in by_commit.items()]
+        lines.append(f"| {plan['config']} | {'; '.join(cells)} |")
     return lines
 
 
@@ -273,8 +273,8 @@ def markdown(
     ``served`` is a plan of what an engine was measured at, see ``served_line``.
     """
     versions = plans[0]["versions"]
-    beside = "" if numbers is None else f" --json {numbers}"
-    command = command or f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
+    option = "" if numbers is None else f" --json {numbers}"
+    command = command or f"oarjax plan --write docs/plans.md{option} " + " ".join(p["config"] for p in plans)
     lines = [
         "# Plans of the shipped configurations",
         "",
@@ -287,16 +287,16 @@ def markdown(
         "gradients), fused (both in one pass, `update.fused`) and apply (the optimizer) are for one minibatch with "
         "every row in use, times the minibatches and epochs of a step in the column *whole step*.",
     ]
-    if all(found.get("needs") is not None for found in plans):
+    if all(plan.get("needs") is not None for plan in plans):
         lines += ["", "## What the runs need", "", *needs_table(plans)]
     lines += ["", "## Whose programs", "", *commits_table(plans)]
     lines += ["", "## Until the first iteration", "", *starting_table(plans)]
     lines += ["", "## Beside public figures", "", *public_table(plans)]
     lines += [] if served is None else ["", served_line(served)]
-    for found in plans:
-        lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
-        names = columns_of(found)
+    for plan in plans:
+        lines += ["", f"## {plan['config']}", "", f"{title(plan)}.", ""]
+        names = columns_of(plan)
         lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows_of(found)]
-        lines += ["", *(f"- {line}" for line in describe(found))]
+        lines += ["| " + " | ".join(row) + " |" for row in rows_of(plan)]
+        lines += ["", *(f"- {line}" for line in describe(plan))]
     return "\n".join(lines) + "\n"

@@ -88,15 +88,15 @@ def find_slice(name: str) -> Slice:
     Raises:
         TopologyError: it is not one that is sold, with those that are.
     """
-    spelled = name.strip().lower().replace("v5litepod", "v5e").replace("tpu7x", "v7x")
+    spelling = name.strip().lower().replace("v5litepod", "v5e").replace("tpu7x", "v7x")
     known_slices = [Slice(family, shape) for family, shapes in SHAPES.items() for shape in shapes]
-    for found in known_slices:
-        if spelled in (f"{found.family}:{found.shape}", found.product):
-            return found
-    family = spelled.replace(":", "-").split("-")[0]
-    near = [s for s in known_slices if s.family == family] or known_slices
+    for candidate in known_slices:
+        if spelling in (f"{candidate.family}:{candidate.shape}", candidate.product):
+            return candidate
+    family = spelling.replace(":", "-").split("-")[0]
+    similar = [s for s in known_slices if s.family == family] or known_slices
     raise TopologyError(
-        f"topology {name} is not known; accepted: {', '.join(f'{s.product} or {s.name}' for s in near)}"
+        f"topology {name} is not known; accepted: {', '.join(f'{s.product} or {s.name}' for s in similar)}"
     )
 
 
@@ -114,13 +114,13 @@ def slice_devices(target: Slice, *, slices: int = 1) -> list[Any]:
     if target.family == "v4":
         settings["chip_config_name"] = "megacore"  # one device per chip
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **settings)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **settings)
     except RuntimeError as error:
         raise TopologyError(
             f'topology {target.name}: libtpu, the TPU compiler, does not load ({error}); pip install "oarjax[aot]", or '
             "set TPU_LIBRARY_PATH to a libtpu.so"
         ) from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 def compiler_version() -> str:
@@ -134,8 +134,8 @@ def compiler_version() -> str:
         library = Path(library_path)
         if not library.is_file():
             raise TopologyError(f"TPU_LIBRARY_PATH: no file {library_path}; name a libtpu.so, or unset it")
-        beside = sorted(library.parent.parent.glob("libtpu-*.dist-info"))
-        return beside[-1].name.removeprefix("libtpu-").removesuffix(".dist-info") if beside else f"file {library.name}"
+        infos = sorted(library.parent.parent.glob("libtpu-*.dist-info"))
+        return infos[-1].name.removeprefix("libtpu-").removesuffix(".dist-info") if infos else f"file {library.name}"
     if find_spec("libtpu") is None:
         raise TopologyError(
             'plan compiles with libtpu, the TPU compiler, which is not installed; pip install "oarjax[aot]" (no TPU is '

@@ -46,20 +46,20 @@ def hbm_bytes(
     if opcode == "dynamic-update-slice":
         return 2 * _far(type_of(instructions, instruction.operands[1]))
     operands = [type_of(instructions, name) for name in instruction.operands]
-    read = sum(map(_far, operands))
+    bytes_read = sum(map(_far, operands))
     if opcode == "custom-call" and instruction.name.startswith(DECODE):  # copies of its own, of one layer's rows
         caches = [array for array in operands if len(array[0].sizes) == 5]
-        rows, (layers, _, held, _, length) = operands[-len(caches) - 1][0].sizes[1], caches[0][0].sizes
-        part = rows / held / layers * (slots / length if slots and instruction.name.startswith(f"{DECODE}_rows") else 1)
-        read -= (1 - part) * sum(map(_far, caches))
+        rows, (layers, _, size, _, length) = operands[-len(caches) - 1][0].sizes[1], caches[0][0].sizes
+        part = rows / size / layers * (slots / length if slots and instruction.name.startswith(f"{DECODE}_rows") else 1)
+        bytes_read -= (1 - part) * sum(map(_far, caches))
     if opcode == "custom-call" and TANGENT in instruction.name:
-        read = _read_by_tangent(operands)
+        bytes_read = _read_by_tangent(operands)
     if opcode == "custom-call" and instruction.name.startswith(DELTA):  # in place, one layer of all states
         states = operands[-1]
-        return read + _far(instruction.type) - 2 * (1 - 1 / states[0].sizes[0]) * _far(states)
+        return bytes_read + _far(instruction.type) - 2 * (1 - 1 / states[0].sizes[0]) * _far(states)
     # A start's type is its result, its operands again, and its semaphores.
-    written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
-    return read + _far(written)
+    results = instruction.type[:1] if opcode.endswith("-start") else instruction.type
+    return bytes_read + _far(results)
 
 
 def _read_by_tangent(operands: Sequence[tuple[Array, ...]]) -> float:
@@ -71,84 +71,84 @@ def _read_by_tangent(operands: Sequence[tuple[Array, ...]]) -> float:
     (pairs,), q, k, v, *ids, out, dq, dk, dv = operands
     (*heads, _, width), keys = dq[0].sizes, dk[0].sizes[-2]
     draws, block = math.prod(dq[0].sizes) / math.prod(q[0].sizes), block_of(keys)
-    read = math.prod(heads) * pairs.sizes[-1] * block * width if keys > block else math.prod(dk[0].sizes)
-    again = read / math.prod(dk[0].sizes)
-    shared, own = _far((*q, *out)) + again * _far((*k, *v)), _far(dq) + again * _far((*dk, *dv))
-    return sum(map(_far, ids)) + draws * shared + own
+    elements = math.prod(heads) * pairs.sizes[-1] * block * width if keys > block else math.prod(dk[0].sizes)
+    repeats = elements / math.prod(dk[0].sizes)
+    shared, per_draw = _far((*q, *out)) + repeats * _far((*k, *v)), _far(dq) + repeats * _far((*dk, *dv))
+    return sum(map(_far, ids)) + draws * shared + per_draw
 
 
-def _fusion(program: HloProgram, inside: dict[str, Instruction], instruction: Instruction) -> float:
+def _fusion(program: HloProgram, body: dict[str, Instruction], instruction: Instruction) -> float:
     """Count the parameters of a fusion as far as they are read, and its results as far as they are written."""
-    users = _users(inside)
-    root = next(i for i in inside.values() if i.root)
-    results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    updates = {name for r in results if (name := _updated(inside, r)) is not None}
+    users = _users(body)
+    root = next(i for i in body.values() if i.root)
+    results = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    updates = {name for r in results if (name := _updated(body, r)) is not None}
     total = 0.0
-    for each in inside.values():
-        if each.opcode == "parameter" and each.name not in updates and _far(each.type):
-            total += _read(program, users, each)
-    outside = instruction.type if len(results) == len(instruction.type) else ()
+    for inner in body.values():
+        if inner.opcode == "parameter" and inner.name not in updates and _far(inner.type):
+            total += _read(program, users, inner)
+    result_types = instruction.type if len(results) == len(instruction.type) else ()
     for at, result in enumerate(results):
-        array = outside[at : at + 1] or result.type
-        if _updated(inside, result) is None:
+        array = result_types[at : at + 1] or result.type
+        if _updated(body, result) is None:
             total += _far(array)
         elif _far(array):
-            total += _size(_through(inside, result, "dynamic-update-slice", part=1).type)
+            total += _size(_through(body, result, "dynamic-update-slice", part=1).type)
     return total
 
 
-def _users(inside: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
     """List who reads each value."""
     users: dict[str, list[Instruction]] = {}
-    for each in inside.values():
-        for name in each.operands:
-            users.setdefault(name, []).append(each)
+    for user in body.values():
+        for name in user.operands:
+            users.setdefault(name, []).append(user)
     return users
 
 
 def _read(program: HloProgram, users: dict[str, list[Instruction]], parameter: Instruction) -> float:
     """Count what a fusion reads of a parameter: the slices, also those that fusions within it take, or all of it."""
-    total, whole = 0.0, _size(parameter.type)
+    total, full_size = 0.0, _size(parameter.type)
     readers = _readers(users, parameter.name)
     for reader, name in readers:
         if reader.opcode in SLICES and reader.operands[0] == name:
             total += _size(reader.type)
         elif reader.opcode == "fusion" and (called := reader.called("calls")):
-            inside = program.computations[called]
-            if _through(inside, next(i for i in inside.values() if i.root), "parameter").opcode == "parameter":
+            body = program.computations[called]
+            if _through(body, next(i for i in body.values() if i.root), "parameter").opcode == "parameter":
                 total += _read(program, users, reader)  # in another layout: as far as that is read
                 continue
-            users_within = _users(inside)
+            inner_users = _users(body)
             places = [at for at, operand in enumerate(reader.operands) if operand == name]
-            within = [p for p in inside.values() if p.opcode == "parameter" and int(p.value) in places]
-            total += sum(_read(program, users_within, p) for p in within)
+            parameters = [p for p in body.values() if p.opcode == "parameter" and int(p.value) in places]
+            total += sum(_read(program, inner_users, p) for p in parameters)
         else:
-            return whole
-    return min(total, whole) if readers else whole
+            return full_size
+    return min(total, full_size) if readers else full_size
 
 
-def _updated(inside: dict[str, Instruction], result: Instruction) -> str | None:
+def _updated(body: dict[str, Instruction], result: Instruction) -> str | None:
     """Return the parameter that a result is, but for a part that was written; None for other results."""
-    at = _through(inside, result, "dynamic-update-slice")
+    at = _through(body, result, "dynamic-update-slice")
     if at.opcode != "dynamic-update-slice":
         return None
-    base = _through(inside, inside[at.operands[0]], "parameter")
+    base = _through(body, body[at.operands[0]], "parameter")
     return base.name if base.opcode == "parameter" else None
 
 
-def _through(inside: dict[str, Instruction], at: Instruction, wanted: str, *, part: int | None = None) -> Instruction:
+def _through(body: dict[str, Instruction], at: Instruction, opcode: str, *, part: int | None = None) -> Instruction:
     """Follow bitcasts and copies up to an instruction, or further to one of its operands."""
-    while at.opcode != wanted and at.opcode in ("bitcast", "copy", "convert", "reshape"):
-        at = inside[at.operands[0]]
-    return at if part is None or at.opcode != wanted else inside[at.operands[part]]
+    while at.opcode != opcode and at.opcode in ("bitcast", "copy", "convert", "reshape"):
+        at = body[at.operands[0]]
+    return at if part is None or at.opcode != opcode else body[at.operands[part]]
 
 
 def _readers(users: dict[str, list[Instruction]], name: str) -> list[tuple[Instruction, str]]:
     """List who reads a value, through bitcasts, with the name that it has there."""
-    found: list[tuple[Instruction, str]] = []
-    for each in users.get(name, []):
-        found += _readers(users, each.name) if each.opcode == "bitcast" else [(each, name)]
-    return found
+    readers: list[tuple[Instruction, str]] = []
+    for reader in users.get(name, []):
+        readers += _readers(users, reader.name) if reader.opcode == "bitcast" else [(reader, name)]
+    return readers
 
 
 def _far(arrays: Sequence[Array]) -> float:

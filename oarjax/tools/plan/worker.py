@@ -56,7 +56,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
         "commit": commit(),
         "mesh": dict(mesh.shape),
         "ways": [[members, asdict(way)] for members, way in sorted(ways.items())],
-        "programs": [compile_program(each, shapes, target, job) for each in PROGRAMS[phase](shapes)],
+        "programs": [compile_program(program, shapes, target, job) for program in PROGRAMS[phase](shapes)],
     }
 
 
@@ -84,7 +84,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
     and ``seconds`` or, where it does not fit, ``needs`` and ``has`` (bytes). The optimized program is in the cache as
     <key>.hlo.gz. A job that says not to ``compile`` gets name and key alone.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     lowered = program.lower()
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
@@ -93,16 +93,16 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
     options = shapes.layout.options if program.phase in LEARNING else {}
     made_of = [lowered.as_text(), target.name, order, versions, options]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    found = {"name": program.name, "key": key, "steps": program.steps}
+    fields = {"name": program.name, "key": key, "steps": program.steps}
     if not job.get("compile", True):
-        return found
+        return fields
     folder = Path(job["cache"])
     answer_file = folder / f"{key}.json"
     if answer_file.is_file():
         result = json.loads(answer_file.read_text())
-        return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": True}
-    traced, cpu = time.perf_counter() - began, time.process_time()
-    began = time.perf_counter()
+        return fields | result | {"beside": shapes.beside(program, read=_read(result)), "cached": True}
+    lower_seconds, cpu = time.perf_counter() - start, time.process_time()
+    start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -121,12 +121,12 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
             }
         }
     result |= {
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,
-        "lower_seconds": traced,
+        "lower_seconds": lower_seconds,
     }
     _write(answer_file, json.dumps(result).encode())
-    return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": False}
+    return fields | result | {"beside": shapes.beside(program, read=_read(result)), "cached": False}
 
 
 def _read(result: dict[str, Any]) -> int | None:
