@@ -57,9 +57,9 @@ def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path 
                 out.write_text(to_json(document(results), indent=1) + "\n", encoding="utf-8")
                 write_accept_page(out.with_suffix(".html"), document(results))
     report = document(results)
-    for each in report["notable"]:
+    for check in report["notable"]:
         console.print(
-            f"{each['state']}: {each['stage']}: {visible(each['text'])}", style=STYLES[each["state"]], markup=False
+            f"{check['state']}: {check['stage']}: {visible(check['text'])}", style=STYLES[check["state"]], markup=False
         )
     console.print(f"{report['summary']}; {out} and {out.with_suffix('.html')}", markup=False)
     return report["state"] != "failed"
@@ -80,18 +80,18 @@ class Workers:
 
     def run(self, stage: Stage, *, timeout: float) -> dict[str, Any]:
         """Return a stage's result; a worker that hangs or ends is killed, and the next stage gets a new one."""
-        began = time.monotonic()
+        start = time.monotonic()
         if stage.own_process:
             self._end()
         try:
-            answer = self._ask(stage, began + timeout)
+            answer = self._ask(stage, start + timeout)
         except TimeoutError:
             answer = {"checks": [], "error": f"not done within {timeout:g} s"}
         except (OSError, EOFError) as error:
             answer = {"checks": [], "error": f"the process ended: {error or 'without a message'}; see {self._log}"}
         if answer["error"] is not None:
             self._end()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         state = state_of(answer["checks"], answer["error"])
         return {"stage": stage.name, "title": stage.title, "state": state, "seconds": seconds, **answer}
 
@@ -138,10 +138,10 @@ def _line(stream: Any, until: float) -> str:
         EOFError: the stream ended.
     """
     text = ""
-    with selectors.DefaultSelector() as ready:
-        ready.register(stream, selectors.EVENT_READ)
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
         while not text.endswith("\n"):
-            if not ready.select(max(until - time.monotonic(), 0)):
+            if not selector.select(max(until - time.monotonic(), 0)):
                 raise TimeoutError
             part = os.read(stream.fileno(), 1 << 16).decode()
             if not part:
@@ -169,8 +169,8 @@ def document(results: list[dict[str, Any]]) -> dict[str, Any]:
 def _notable(result: dict[str, Any], state: str) -> list[str]:
     """Return a line for every check of a stage in this state, and for what ended the stage."""
     lines = [result["error"]] if result["error"] is not None and state == "failed" else []
-    found = [cells(check) for check in result["checks"] if check["state"] == state]
-    return lines + [f"{name}: {value}, bound {bound or 'yes'}; {note}" for name, _, value, bound, note in found]
+    rows = [cells(check) for check in result["checks"] if check["state"] == state]
+    return lines + [f"{name}: {value}, bound {bound or 'yes'}; {note}" for name, _, value, bound, note in rows]
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def facts(s: StageSetting) -> list[Check]:
     """List the machine, versions and devices, and check the disk space for a small run."""
     devices = jax.devices()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-    free = min(shutil.disk_usage(place).free for place in (s.folder, Path.home())) / 2**30
+    free = min(shutil.disk_usage(folder).free for folder in (s.folder, Path.home())) / 2**30
     checks = [measured(name, number) for name, number in versions.items() if number is not None]
     limit = memory_limit(jax.local_devices()[0])
     checks += [
@@ -108,16 +108,16 @@ def multiplied(x: Any, y: Any) -> Any:
 
 def _copies(s: StageSetting) -> tuple[list[Check], float]:
     size, times = (2**21, 2) if s.small else (2**29, 8)
-    held = [jnp.zeros((size // 4,), jnp.float32)]
+    buffer = [jnp.zeros((size // 4,), jnp.float32)]
 
     def many() -> Any:
-        held[0] = many_copies(held[0], times)
-        return held[0]
+        buffer[0] = many_copies(buffer[0], times)
+        return buffer[0]
 
-    right = bool((np.asarray(many()[:: max(size // 4096, 1)]) == times).all())
+    exact = bool((np.asarray(many()[:: max(size // 4096, 1)]) == times).all())
     rate = 2 * size * times / best_seconds(many, repeats=5)
     checks = [
-        holds("copies are exact", right),
+        holds("copies are exact", exact),
         _of_peak("copies in memory", rate / 1e9, s.peaks.bandwidth, 1e9, COPIES, "GB/s"),
     ]
     return checks, rate
@@ -134,14 +134,14 @@ def _each_device(s: StageSetting) -> list[Check]:
     devices = jax.local_devices()
     if len(devices) == 1:
         return [not_applicable("equal results on every device", "a single device")]
-    found = {place_of(device): on_device(s, device) for device in devices}
-    common = Counter(digest for digest, _ in found.values()).most_common(1)[0][0]
-    wrong = [name for name, (digest, _) in found.items() if digest != common]
-    slowest = max(found, key=lambda name: found[name][1])
-    ratio = found[slowest][1] / statistics.median(seconds for _, seconds in found.values())
+    results = {place_of(device): on_device(s, device) for device in devices}
+    common = Counter(digest for digest, _ in results.values()).most_common(1)[0][0]
+    unequal = [name for name, (digest, _) in results.items() if digest != common]
+    slowest = max(results, key=lambda name: results[name][1])
+    ratio = results[slowest][1] / statistics.median(seconds for _, seconds in results.values())
     title = "slowest device over the median"
     return [
-        holds("equal results on every device", not wrong, note=f"others on {'; '.join(wrong)}" if wrong else ""),
+        holds("equal results on every device", not unequal, note=f"others on {'; '.join(unequal)}" if unequal else ""),
         not_applicable(title, f"{NO_PEAK}; {slowest}", value=ratio)
         if s.peaks.flops is None
         else quick(title, ratio, UNEVEN, note=slowest),
@@ -159,8 +159,8 @@ def on_device(s: StageSetting, device: Any) -> tuple[str, float]:
 
 def place_of(device: Any) -> str:
     """Name a device by its number and, on a TPU, its coordinates in the slice."""
-    where = getattr(device, "coords", None)
-    return f"device {device.id}" + ("" if where is None else f" at {','.join(map(str, where))}")
+    coords = getattr(device, "coords", None)
+    return f"device {device.id}" + ("" if coords is None else f" at {','.join(map(str, coords))}")
 
 
 def _all_reduces(s: StageSetting, devices: Mesh) -> list[Check]:
@@ -174,21 +174,21 @@ def _all_reduces(s: StageSetting, devices: Mesh) -> list[Check]:
 def _all_reduce(s: StageSetting, devices: Mesh, axis: str, count: int) -> list[Check]:
     """Sum 64 MiB (1 MiB on a CPU) over the axis, filled with each device's own number."""
     size = 2**18 if s.small else 2**24
-    where = NamedSharding(devices, PartitionSpec(axis))
+    sharding = NamedSharding(devices, PartitionSpec(axis))
 
     def shard(index: Any) -> np.ndarray:
         return np.full(size, (index[0].start or 0) // size, np.float32)
 
-    x = jax.make_array_from_callback((count * size,), where, shard)
+    x = jax.make_array_from_callback((count * size,), sharding, shard)
     add = partial(jax.shard_map, mesh=devices, in_specs=PartitionSpec(axis), out_specs=PartitionSpec(axis))
-    summed = jax.jit(add(lambda share: added(share, axis)))
-    parts = [np.asarray(shard.data) for shard in summed(x).addressable_shards]
-    right = all(bool((part == count * (count - 1) / 2).all()) for part in parts)
-    rate = 2 * (count - 1) / count * 4 * size / best_seconds(lambda: summed(x), repeats=5)
+    all_reduce = jax.jit(add(lambda share: added(share, axis)))
+    parts = [np.asarray(shard.data) for shard in all_reduce(x).addressable_shards]
+    exact = all(bool((part == count * (count - 1) / 2).all()) for part in parts)
+    rate = 2 * (count - 1) / count * 4 * size / best_seconds(lambda: all_reduce(x), repeats=5)
     ways = None if s.peaks.link is None else ways_over(devices, axis)
     link = None if ways is None or s.peaks.link is None else ways.ring * s.peaks.link
     return [
-        holds(f"all-reduce over {axis} adds up", right),
+        holds(f"all-reduce over {axis} adds up", exact),
         _of_peak(f"all-reduce over {axis}", rate / 1e9, link, 1e9, LINKS, "GB/s"),
     ]
 
@@ -198,12 +198,12 @@ def between_hosts(s: StageSetting, firsts: list[Any]) -> list[Check]:
     if len(firsts) == 1:
         return [not_applicable("between hosts", "a single host")]
     wait_for_all("accept")
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(BARRIERS):
         wait_for_all("accept")
-    waited = (time.perf_counter() - began) / BARRIERS
+    seconds = (time.perf_counter() - start) / BARRIERS
     devices = Mesh(np.asarray(firsts, dtype=object), ("hosts",))
-    barrier = measured("all hosts wait for each other", 1e3 * waited, unit="ms")
+    barrier = measured("all hosts wait for each other", 1e3 * seconds, unit="ms")
     return [barrier, *_all_reduce(s, devices, "hosts", len(firsts))]
 
 
@@ -214,26 +214,26 @@ def added(part: Any, axis: str) -> Any:
 
 def ways_over(devices: Mesh, axis: str) -> Ways | None:
     """Return the links that the slowest group of an axis sends over; None across slices or without coordinates."""
-    every = list(devices.devices.flat)
-    if any(coordinates(d) is None for d in every) or every[0].device_kind not in TPU_KINDS:
+    flat_devices = list(devices.devices.flat)
+    if any(coordinates(d) is None for d in flat_devices) or flat_devices[0].device_kind not in TPU_KINDS:
         return None
-    family = TPU_KINDS[every[0].device_kind]
-    places = [coordinates(d) or () for d in every]
-    sides = [1 + max(place[i] for place in places) for i in range(SIDES[family])]
-    closed = closed_sides(Slice(family, "x".join(map(str, sides))))
+    family = TPU_KINDS[flat_devices[0].device_kind]
+    places = [coordinates(d) or () for d in flat_devices]
+    sides = [1 + max(position[i] for position in places) for i in range(SIDES[family])]
+    closed_axes = closed_sides(Slice(family, "x".join(map(str, sides))))
     groups = groups_of(devices, (axis,))
     if any(len({getattr(d, "slice_index", 0) for d in group}) > 1 for group in groups):
         return None
     coordinates_of = [[(coordinates(d) or ())[: len(sides)] for d in group] for group in groups]
     per_chip = DEVICES.get(family, 1)
-    found = [ways_of(group, sides=sides, closed=closed, devices=per_chip) for group in coordinates_of]
-    return min(found, key=lambda w: (w.ring, -w.hops))
+    ways = [ways_of(group, sides=sides, closed=closed_axes, devices=per_chip) for group in coordinates_of]
+    return min(ways, key=lambda w: (w.ring, -w.hops))
 
 
 def coordinates(device: Any) -> tuple[int, ...] | None:
     """Return where a chip lies in its slice; None for devices without a place."""
-    where = getattr(device, "coords", None)
-    return None if where is None else tuple(where)
+    coords = getattr(device, "coords", None)
+    return None if coords is None else tuple(coords)
 
 
 def _of_peak(name: str, rate: float, peak: float | None, unit: float, share: float, word: str) -> Check:

@@ -47,23 +47,23 @@ def attention(s: StageSetting) -> list[Check]:
 
 def _states(s: StageSetting) -> Check:
     """Compare the kernel of a delta net's step with its definition, in float32."""
-    place = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     rows, heads = (2, 8) if s.small else (16, 32)
     keys = jax.random.split(jax.random.key(3), 6)
     q, k, v = (jax.random.normal(key, (rows, 1, heads, 128)) / 128**0.5 for key in keys[:3])
     decay, rate = (jax.random.uniform(key, (rows, 1, heads)) for key in keys[3:5])
     states = jax.random.normal(keys[5], (2, rows, heads, 128, 128))
     inputs, number = (q, k, v, -decay, rate), jnp.ones((), jnp.int32)
-    out, after = jax.jit(partial(delta_kernel.step, mesh=place))(*inputs, states, number=number)
+    out, new_states = jax.jit(partial(delta_kernel.step, mesh=mesh))(*inputs, states, number=number)
     want = jax.jit(recurrent)(*inputs, states[1])
-    error = _error((out, after[1], after[0]), (*want, states[0]))
+    error = _error((out, new_states[1], new_states[0]), (*want, states[0]))
     return at_most("a step of delta nets", error, STATES, note="largest error, of the largest number")
 
 
 def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check]:
     name = f"head width {width}, {length} tokens, blocks of {block}"
     devices = np.asarray(jax.local_devices()[:1])
-    place = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     rows, heads, kv = (1, 2, 1) if s.small else (4, 8, 2)
     keys = jax.random.split(jax.random.key(width + length), 7)
     shapes = [(rows, length, n, width) for n in (heads, kv, kv)]
@@ -73,19 +73,24 @@ def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check
     valid = jnp.arange(length)[None] >= 7 * (1 + jnp.arange(rows)[:, None])
 
     def kernel(q: Any, k: Any, v: Any) -> Any:
-        seen = splash(q, k, v, valid, mesh=place, blocks=(block, block))
-        return jnp.where(valid[:, :, None, None], seen, 0)  # padding sees no key, and gives anything
+        out = splash(q, k, v, valid, mesh=mesh, blocks=(block, block))
+        return jnp.where(valid[:, :, None, None], out, 0)  # padding sees no key, and gives anything
 
     def plain(q: Any, k: Any, v: Any) -> Any:
         mask = valid[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
         return attend(q, (Segment.of(k, v, mask),))
 
-    ours = _three(kernel, inputs, tangents, cotangent)
+    results = _three(kernel, inputs, tangents, cotangent)
     wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     with full_precision(jnp.float32):
-        theirs = _three(plain, wide(inputs), wide(tangents), wide(cotangent))
+        reference = _three(plain, wide(inputs), wide(tangents), wide(cotangent))
     checks = [
-        at_most(f"{name}: {part}", _error(ours[part], theirs[part]), bound, note="largest error, of the largest number")
+        at_most(
+            f"{name}: {part}",
+            _error(results[part], reference[part]),
+            bound,
+            note="largest error, of the largest number",
+        )
         for part, bound in ERRORS.items()
     ]
     if s.small:
@@ -106,7 +111,7 @@ def _decode(s: StageSetting, width: int, *, int8: bool) -> list[Check]:
     """Compare the decode kernel with plain attention, of rows that have written up to half of their slots."""
     rows, kv, slots = (2, 1, 256) if s.small else (64, 4, 8192)
     name = f"decode{' of int8' if int8 else ''}, head width {width}, {slots // 2} of {slots} slots"
-    place = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.asarray(jax.local_devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     shapes = (
         (1, kv, rows, width, slots),
         (1, kv, rows, slots, width),
@@ -120,7 +125,7 @@ def _decode(s: StageSetting, width: int, *, int8: bool) -> list[Check]:
     store = DecodeCache(**arrays, valid=valid, length=jnp.int32(slots // 2))
     alive, layer = jnp.ones((rows, 1), bool), jnp.int32(0)
     sides = {
-        "kernel": lambda store, *new: kernel_mixer([store], alive, place)([layer], *new),
+        "kernel": lambda store, *new: kernel_mixer([store], alive, mesh)([layer], *new),
         "plain": lambda store, *new: segment_mixer([written(store)[:, None]], alive)([layer_of(store, layer)], *new),
     }
     sides = {side: jax.jit(function) for side, function in sides.items()}
@@ -131,10 +136,10 @@ def _decode(s: StageSetting, width: int, *, int8: bool) -> list[Check]:
     if s.small:
         return [*checks, not_applicable(f"{name}: time", "the kernel is interpreted here")]
     seconds = {side: best_seconds(partial(function, store, *new), repeats=20) for side, function in sides.items()}
-    read = sum(x.nbytes for x in arrays.values()) / 2
+    bytes_read = sum(x.nbytes for x in arrays.values()) / 2
     return [
         *checks,
-        measured(f"{name}: read", read / seconds["kernel"] / 1e9, unit="GB/s"),
+        measured(f"{name}: read", bytes_read / seconds["kernel"] / 1e9, unit="GB/s"),
         measured(f"{name}: time of plain attention over the kernel", seconds["plain"] / seconds["kernel"]),
     ]
 
@@ -153,6 +158,6 @@ def _gradient(function: Any) -> Any:
     return jax.jit(lambda inputs, cotangent: jax.vjp(function, *inputs)[1](cotangent))
 
 
-def _error(ours: Any, theirs: Any) -> float:
-    pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(ours, theirs)]
+def _error(values: Any, reference: Any) -> float:
+    pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(values, reference)]
     return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)

@@ -73,8 +73,8 @@ def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
         @jax.jit
         def scored(params: Any, tokens: Any) -> Any:
             valid = jnp.ones(tokens.shape, bool)
-            more = {"completion_length": LENGTH - 1, "temperature": 1.0, "head_chunk": CHUNK}
-            return token_logps(policy, params, tokens, valid, **more)[0]
+            settings = {"completion_length": LENGTH - 1, "temperature": 1.0, "head_chunk": CHUNK}
+            return token_logps(policy, params, tokens, valid, **settings)[0]
 
         return np.asarray(scored(params, jnp.asarray(small.tokens)))
 
@@ -89,10 +89,10 @@ def sampler_gap(small: Small, device: Any, dtype: str) -> float:
         @jax.jit
         def gap(params: Any) -> Any:
             settings: dict[str, Any] = {"group_size": 2, "max_new": NEW, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-            drawn = sample(policy, params, prompts, jax.random.key(2), **settings, stop_ids=(), pad_id=0)
-            more = {"completion_length": NEW, "temperature": 1.0, "head_chunk": CHUNK}
-            scored = token_logps(policy, params, drawn.tokens, drawn.valid, **more)[0]
-            return jnp.abs(scored - drawn.behaviour_logps).mean()
+            rollout = sample(policy, params, prompts, jax.random.key(2), **settings, stop_ids=(), pad_id=0)
+            scoring = {"completion_length": NEW, "temperature": 1.0, "head_chunk": CHUNK}
+            logps = token_logps(policy, params, rollout.tokens, rollout.valid, **scoring)[0]
+            return jnp.abs(logps - rollout.behaviour_logps).mean()
 
         return float(gap(params))
 

@@ -87,8 +87,8 @@ def policies(s: StageSetting) -> list[Check]:
     checks = []
     for kind in KINDS:
         small = small_policy(kind)
-        (logps, gradient), (theirs, reference) = (scored(kind, small, device) for device in (chip, cpu))
-        error = float(np.abs(logps - theirs).max())
+        (logps, gradient), (cpu_logps, reference) = (scored(kind, small, device) for device in (chip, cpu))
+        error = float(np.abs(logps - cpu_logps).max())
         pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(reference), strict=True)
         largest = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6)) for x, y in pairs)
         gap = sampler_gap(small, chip, "float32")
@@ -149,9 +149,9 @@ def mean_logps(policy: Any, trained: Params, frozen: Params | None, tokens: Any)
     """Return the mean log-prob and every token's, and the gradient of the mean by the trained params."""
 
     def mean(trained: Params) -> tuple[Any, Any]:
-        more = {"completion_length": tokens.shape[1] - 1, "temperature": 1.0, "head_chunk": 512}
+        settings = {"completion_length": tokens.shape[1] - 1, "temperature": 1.0, "head_chunk": 512}
         params, valid = join_params(frozen, trained), jnp.ones(tokens.shape, bool)
-        logps = token_logps(policy, params, tokens, valid, **more)[0]
+        logps = token_logps(policy, params, tokens, valid, **settings)[0]
         return logps.mean(), logps
 
     return jax.value_and_grad(mean, has_aux=True)(trained)
@@ -169,8 +169,8 @@ def timed(kind: Kind, title: str) -> list[Check]:
     sizes, count = decoder_of(cfg), kind.rows * TOKENS
     passes = 2 if kind.rank else 3  # frozen weights have no gradient
     flops = passes * count * (2 * (sizes.trunk_params + sizes.head_params) + sizes.memory_flops)
-    where = f"{kind.timed['num_hidden_layers']} layers of {kind.published}, products with weights and states"
+    note = f"{kind.timed['num_hidden_layers']} layers of {kind.published}, products with weights and states"
     return [
         measured(title, count / seconds, unit="tokens/s"),
-        measured(f"{title}: products", flops / seconds / 1e12, unit="TFLOP/s", note=where),
+        measured(f"{title}: products", flops / seconds / 1e12, unit="TFLOP/s", note=note),
     ]

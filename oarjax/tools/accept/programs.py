@@ -44,16 +44,16 @@ REPEATS = 5
 def compilation(s: StageSetting) -> list[Check]:
     """Compile a run's programs with an empty cache, then from it; the memory estimates must fit."""
     jax.clear_caches()
-    cold, misses, sizes = _compile(s)
+    cold, cold_misses, sizes = _compile(s)
     jax.clear_caches()
-    warm, missed, _ = _compile(s)
+    warm, warm_misses, _ = _compile(s)
     (s.folder / FILE).write_text(json.dumps({"cold": cold}))
     limit = memory_limit(jax.local_devices()[0])
     checks = [
-        measured("cold", cold, unit="s", note=f"{misses} programs"),
+        measured("cold", cold, unit="s", note=f"{cold_misses} programs"),
         measured("warm", warm, unit="s"),
-        holds("an empty cache is filled", misses > 0, value=misses),
-        at_most("programs compiled again by the same process", missed, 0),
+        holds("an empty cache is filled", cold_misses > 0, value=cold_misses),
+        at_most("programs compiled again by the same process", warm_misses, 0),
     ]
     for phase, size in sizes.items():
         name = f"estimated peak of {phase}"
@@ -69,10 +69,10 @@ def next_process(s: StageSetting) -> list[Check]:
     record = s.folder / FILE
     if not record.is_file():
         return [holds("the stage compilation has filled the cache", False)]
-    seconds, missed, _ = _compile(s)
+    seconds, misses, _ = _compile(s)
     cold = json.loads(record.read_text())["cold"]
     return [
-        at_most("programs compiled again by another process", missed, 0),
+        at_most("programs compiled again by another process", misses, 0),
         measured("of the cold time", seconds / cold, note=f"{seconds:.2f} s"),
     ]
 
@@ -82,13 +82,13 @@ def _compile(s: StageSetting) -> tuple[float, int, dict[str, int]]:
     run = open_run(run_config(s, "compiled-run", iterations=1))
     # Small programs count too.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    with _misses() as missed:
-        began = time.perf_counter()
+    with _misses() as misses:
+        start = time.perf_counter()
         sizes: dict[str, int] = {}
         shapes = ProgramShapes(run)
         for program in shapes.programs():
             sizes[program.phase] = max(sizes.get(program.phase, 0), phase_memory(shapes, program).peak)
-        return time.perf_counter() - began, missed(), sizes
+        return time.perf_counter() - start, misses(), sizes
 
 
 @contextmanager
@@ -117,14 +117,14 @@ def phases(s: StageSetting) -> list[Check]:
     params = jax.jit(lambda key: init_params(model, key), out_shardings=shardings)(jax.random.key(0))
     state, laps, metrics = run.new_state(params, copy=False), [], []
     for number in range(1, REPEATS + 2):
-        traced = jax.profiler.trace(str(folder)) if number == REPEATS + 1 else nullcontext()
+        trace = jax.profiler.trace(str(folder)) if number == REPEATS + 1 else nullcontext()
         timer.lap()
-        with traced:
-            state, done = iterate(state, None, number, steps=run.steps, host=host, cfg=cfg)
+        with trace:
+            state, iteration = iterate(state, None, number, steps=run.steps, host=host, cfg=cfg)
         laps.append(timer.lap())
-        metrics.append(done.metrics)
+        metrics.append(iteration.metrics)
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0]
-    finite = all(np.isfinite(list(each.values())).all() for each in metrics)
+    finite = all(np.isfinite(list(values.values())).all() for values in metrics)
     checks = [
         holds("every metric is finite", bool(finite)),
         holds("the trace has files", bool(files), value=len(files)),
@@ -188,8 +188,8 @@ def host_of(run: Run, phase: Any) -> HostCallbacks:
 def planned_seconds(rates: Peaks, cfg: Config, model: QwenConfig, name: str) -> float:
     """Return the seconds of a phase at these rates without overlap; an update recomputes its forward."""
     count = len(jax.devices())
-    again = 4 / 3 if name in ("update", "fused") and cfg.policy.remat == "full" else 1.0
-    products = again * model_flops(name, model, cfg) / (count * (rates.flops or 1.0))
+    repeats = 4 / 3 if name in ("update", "fused") and cfg.policy.remat == "full" else 1.0
+    products = repeats * model_flops(name, model, cfg) / (count * (rates.flops or 1.0))
     if name != "sample" or rates.bandwidth is None:
         return products
     return max(products, read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1) / rates.bandwidth)
@@ -200,9 +200,9 @@ def _decoding(cfg: Config, model: QwenConfig, seconds: float, rates: Peaks) -> l
     count, tokens = len(jax.devices()), cfg.rollout.prompts * cfg.rollout.group_size * cfg.rollout.max_new
     checks = [measured("decoded tokens per second and device", tokens / seconds / count)]
     if rates.bandwidth is not None:
-        read = read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1)
+        bytes_read = read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1)
         note = "weights and keys and values at full length"
-        checks.append(measured("of the memory's speed, decoding", read / seconds / rates.bandwidth, note=note))
+        checks.append(measured("of the memory's speed, decoding", bytes_read / seconds / rates.bandwidth, note=note))
     return checks
 
 
@@ -227,9 +227,9 @@ def _rate_of_products() -> float:
 def _peak_memory(s: StageSetting, shapes: ProgramShapes) -> Check:
     """Compare the peak of memory in use with the largest estimate."""
     name = "memory in use over estimate"
-    used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    if s.small or used is None:
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if s.small or peak is None:
         return not_applicable(name, "this device does not report its memory")
     estimate = max(phase_memory(shapes, program).peak for program in shapes.programs())
-    note = f"{used / 2**30:.3g} GiB, estimated {estimate / 2**30:.3g} GiB"
-    return at_most(name, used / estimate, 1.1, note=note)
+    note = f"{peak / 2**30:.3g} GiB, estimated {estimate / 2**30:.3g} GiB"
+    return at_most(name, peak / estimate, 1.1, note=note)

@@ -41,12 +41,12 @@ def iterations(s: StageSetting) -> list[Check]:
     folder = s.folder / "run"
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     counts: list[int] = []
-    with counted_compilations() as compiled:
+    with counted_compilations() as compilations:
 
         def after_iteration() -> None:
             while compiling():  # the iterations are shorter than it takes
                 time.sleep(0.01)
-            counts.append(compiled.count)
+            counts.append(compilations.count)
 
         train_once(run_of(s), Console(quiet=True), Stop(), after_iteration)
     records = read_metrics(folder / "metrics.jsonl")
@@ -55,12 +55,12 @@ def iterations(s: StageSetting) -> list[Check]:
     third = max(len(rewards) // 3, 1)
     total = sum(r["seconds/total"] for r in records[2:])
     host = sum(r.get(f"seconds/{phase}", 0.0) for r in records[2:] for phase in HOST)
-    early, late = statistics.mean(rewards[:third]), statistics.mean(rewards[-third:])
+    first_mean, last_mean = statistics.mean(rewards[:third]), statistics.mean(rewards[-third:])
     return [
         holds("all iterations are recorded", len(records) == ITERATIONS, value=len(records)),
         holds("every metric is finite", all(x is not None for x in numbers)),
         at_most("programs compiled after the first iteration", counts[-1] - counts[0], 0),
-        holds("the reward rises", late > early, value=late, note=f"{early:.3f} in the first third"),
+        holds("the reward rises", last_mean > first_mean, value=last_mean, note=f"{first_mean:.3f} in the first third"),
         measured("host idle share", host / total, note="grading and spans, while devices wait"),
         measured("seconds per iteration", total / max(len(records) - 2, 1)),
     ]
@@ -68,15 +68,15 @@ def iterations(s: StageSetting) -> list[Check]:
 
 def resume(s: StageSetting) -> list[Check]:
     """Stop the same run by SIGTERM half way and resume it: its export must be the same, byte for byte."""
-    whole, folder = s.folder / "run" / "export", s.folder / "stopped-run"
-    if not whole.is_dir():
+    export, folder = s.folder / "run" / "export", s.folder / "stopped-run"
+    if not export.is_dir():
         return [holds("the stage iterations has left an export", False)]
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-    cfg, seen = changed(run_of(s), run_dir=str(folder)), []
+    cfg, steps = changed(run_of(s), run_dir=str(folder)), []
 
     def stop_half_way() -> None:
-        seen.append(1)
-        if len(seen) == ITERATIONS // 2:
+        steps.append(1)
+        if len(steps) == ITERATIONS // 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     code = None
@@ -88,12 +88,12 @@ def resume(s: StageSetting) -> list[Check]:
     if code is not None:
         with Stop() as stop:
             train_once(cfg, Console(quiet=True), stop)
-    names = sorted(path.name for path in whole.iterdir())
-    different = [name for name in names if _digest(whole / name) != _digest(folder / "export" / name)]
-    done = [r["iteration"] for r in read_metrics(folder / "metrics.jsonl")]
+    names = sorted(path.name for path in export.iterdir())
+    different = [name for name in names if _digest(export / name) != _digest(folder / "export" / name)]
+    numbers = [r["iteration"] for r in read_metrics(folder / "metrics.jsonl")]
     return [
         holds("SIGTERM ends it with exit code 75", code == 75, value=code),
-        holds("no iteration is missing or double", done == list(range(1, ITERATIONS + 1))),
+        holds("no iteration is missing or double", numbers == list(range(1, ITERATIONS + 1))),
         holds("both exports are equal", not different, note=", ".join(different)),
     ]
 
@@ -128,23 +128,23 @@ def _storage(s: StageSetting, folder: Path, name: str) -> list[Check]:
     step, key = jax.jit(lambda: (jnp.int32(1), jax.random.key(0)), out_shardings=everywhere)()
     state = TrainState(step=step, params=params, opt_state=opt_state, key=key)
     with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
-        began = time.perf_counter()
+        start = time.perf_counter()
         checkpoints.save(1, state, {})
         checkpoints.settle()
-        saved = time.perf_counter()
+        save_end = time.perf_counter()
         trusted = checkpoints.trusted(lambda _: None)
-        checked = time.perf_counter()
+        check_end = time.perf_counter()
         restored, _ = checkpoints.restore(1, like=state)
         jax.block_until_ready(restored.params)
-        ended = time.perf_counter()
+        restore_end = time.perf_counter()
     shards = restored.params["w"].addressable_shards
     equal = all(bool((np.asarray(shard.data) == values[shard.index]).all()) for shard in shards)
-    written = values.nbytes / 2**20
+    mebibytes = values.nbytes / 2**20
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     return [
         holds(f"{name}: a checkpoint is trusted", trusted == 1),
         holds(f"{name}: the restored state equals the saved one", equal),
-        measured(f"{name}: saved and sealed", written / (saved - began), unit="MiB/s"),
-        measured(f"{name}: checked", written / (checked - saved), unit="MiB/s"),
-        measured(f"{name}: restored", written / (ended - checked), unit="MiB/s"),
+        measured(f"{name}: saved and sealed", mebibytes / (save_end - start), unit="MiB/s"),
+        measured(f"{name}: checked", mebibytes / (check_end - save_end), unit="MiB/s"),
+        measured(f"{name}: restored", mebibytes / (restore_end - check_end), unit="MiB/s"),
     ]

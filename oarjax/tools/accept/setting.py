@@ -55,8 +55,8 @@ def mesh_sizes() -> dict[str, int]:
     """Return the mesh of the stages that use all devices: a tensor axis of 2 if there are enough devices."""
     devices = jax.devices()
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
-    each = len(devices) // slices
-    return {"slice": slices, "data": 1, "fsdp": -1, "tensor": 2 if each % 2 == 0 and each > 2 else 1}
+    slice_devices = len(devices) // slices
+    return {"slice": slices, "data": 1, "fsdp": -1, "tensor": 2 if slice_devices % 2 == 0 and slice_devices > 2 else 1}
 
 
 def mesh() -> Any:
@@ -109,7 +109,7 @@ def best_seconds(work: Callable[[], Any], *, repeats: int) -> float:
     jax.block_until_ready(work())
     seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(work())
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return min(seconds)
