@@ -362,8 +362,8 @@ def plan(
     check_configs([a for a in arguments if "=" not in a], [a for a in arguments if "=" in a])
     from oarjax.tools.plan.command import run
 
-    written = {"out": out, "write": write, "cache": cache}
-    if not run(arguments, topology=topology, credit=credit, phases=phases, timeout=timeout, jobs=jobs, **written):
+    paths = {"out": out, "write": write, "cache": cache}
+    if not run(arguments, topology=topology, credit=credit, phases=phases, timeout=timeout, jobs=jobs, **paths):
         raise typer.Exit(1)
 
 

@@ -136,8 +136,8 @@ def masked_flops(d: Decoder, row: RowTokens, *, share: float, buckets: int | Non
         # Token t is input t + 1; means over t = 0 .. R - 1 of the inputs from there on, and of what they see.
         R = row.reasoning
         suffix = max(length - (R + 1) / 2, 0)
-        seen = suffix * row.prompt + max(length**2 - (R + 1) * (2 * R + 1) / 6, 0) / 2
-        return total + share * R * pass_flops(d, tokens=suffix, context=seen / suffix if suffix else 0, read=1)
+        attended = suffix * row.prompt + max(length**2 - (R + 1) * (2 * R + 1) / 6, 0) / 2
+        return total + share * R * pass_flops(d, tokens=suffix, context=attended / suffix if suffix else 0, read=1)
     for j in range(buckets):
         low, high = length * j / buckets, length * (j + 1) / buckets
         count = share * max(min(high, row.reasoning) - low, 0)
@@ -156,8 +156,8 @@ def local_flops(d: Decoder, row: RowTokens, *, window: int, answers: int, padded
         attended = places * (row.tokens + places)
     else:
         attended = near * (row.prompt + row.reasoning / 2) + answers * row.tokens
-    each = pass_flops(d, tokens=places, context=attended / places, read=1)
-    return clean_flops(d, row) + row.reasoning * each
+    token_flops = pass_flops(d, tokens=places, context=attended / places, read=1)
+    return clean_flops(d, row) + row.reasoning * token_flops
 
 
 # An iteration ---------------------------------------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def iteration_flops(d: Decoder, work: Work, method: Scoring) -> dict[str, float]
     row, scored = work.row, work.row if method.grouped else work.row.alone
     clean = clean_flops(d, scored)
     score = method.forwards(scored, d) * clean
-    kept = bool(score) and method.keeps_states
+    keeps_states = bool(score) and method.keeps_states
     if work.old_logps or work.measured:
-        score += scoring_flops(d, scored) - clean if kept else scoring_flops(d, row)
-    if work.outcome and not kept:
+        score += scoring_flops(d, scored) - clean if keeps_states else scoring_flops(d, row)
+    if work.outcome and not keeps_states:
         score += clean_flops(d, row)
     score += work.reference * scoring_flops(d, row) + work.teacher * scoring_flops(d, row.alone)
     if work.fused:

@@ -94,11 +94,11 @@ def train(
 
 def _columns(data: DataConfig, section: str) -> dict[str, Any]:
     """Return the settings of ``data.train`` or ``data.eval``; columns that eval does not name are train's."""
-    train, chosen = data.train.model_dump(mode="json"), getattr(data, section)
-    if chosen is None:
+    train, dataset = data.train.model_dump(mode="json"), getattr(data, section)
+    if dataset is None:
         return train
-    named = {name: train[name] for name in ("prompt_field", "answer_field") if name not in chosen.model_fields_set}
-    return chosen.model_dump(mode="json") | named
+    fields = {name: train[name] for name in ("prompt_field", "answer_field") if name not in dataset.model_fields_set}
+    return dataset.model_dump(mode="json") | fields
 
 
 def credit_lab(cfg: Config) -> LabResult:
@@ -169,11 +169,11 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
     if unknown:
         raise ValueError(f"show_curves: expected metrics among {', '.join(panels)}, got {', '.join(unknown)}")
     has = {name: any(points(rows, name, first=p.first) for rows in records.values()) for name, p in panels.items()}
-    drawn = [panels[name] for name in metrics or panels if has[name]]
+    plots = [panels[name] for name in metrics or panels if has[name]]
     return _shown(
-        charts=[chart(panel, records) for panel in drawn],
+        charts=[chart(panel, records) for panel in plots],
         legend=list(zip(records, line_classes(list(records)))) if len(records) > 1 else [],
-        empty="" if drawn else "No iteration has been finished yet.",
+        empty="" if plots else "No iteration has been finished yet.",
     )
 
 
@@ -185,11 +185,11 @@ def show_completions(run: Path | Sequence[tuple[int, CompletionRow]], *, count: 
         count: completions, >= 1, from the earliest and latest iterations, those of uneven weights first; default 2.
     """
     rows = read_completions(run / "completions.jsonl") if isinstance(run, Path) else run
-    picked = pick_completions(rows, count=count)
+    completions = pick_completions(rows, count=count)
     return _shown(
-        cards=[card(iteration, row) for iteration, row in picked],
+        cards=[card(iteration, row) for iteration, row in completions],
         scale=colour_scale(),
-        empty="" if picked else "No completion has been saved yet.",
+        empty="" if completions else "No completion has been saved yet.",
     )
 
 
@@ -234,8 +234,8 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
     views = []
     for c in result.completions[:count]:
         title = f"{c.prompt}   reward {short(c.reward)}"
-        chosen = {name: c.weights[name] for name in methods or names}
-        views.append(_view(title, c.tokens, chosen, c.is_reasoning, c.is_answer))
+        weights = {name: c.weights[name] for name in methods or names}
+        views.append(_view(title, c.tokens, weights, c.is_reasoning, c.is_answer))
     return _shown(views=views, scale=colour_scale())
 
 
@@ -245,13 +245,13 @@ def show_lab(result: LabResult) -> Shown:
     Args:
         result: of ``credit_lab``.
     """
-    shown = []
+    views = []
     for title, columns, part in tables(result):
         chosen = shown_columns(part, columns)
         lines = table_cells(part, chosen)
         header = ["method", *(column.heading for column in chosen)]
-        shown.append({"title": title, "header": header, "lines": lines, "note": legend(part, chosen)})
-    return _shown(tables=shown, note=f"{result.interval}.")
+        views.append({"title": title, "header": header, "lines": lines, "note": legend(part, chosen)})
+    return _shown(tables=views, note=f"{result.interval}.")
 
 
 def show_lab_figure(result: LabResult) -> Shown:

@@ -212,8 +212,8 @@ def bootstrap_interval(
         return Interval(mean, math.nan, math.nan, 1)
     if np.ptp(draws) == 0:
         return Interval(mean, mean, mean, n)
-    drawn = np.random.default_rng(seed).integers(0, n, (resamples, n))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    samples = np.random.default_rng(seed).integers(0, n, (resamples, n))
+    means = sums[samples].sum(1) / counts[samples].sum(1)
     low, high = np.percentile(means, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high), n)
 

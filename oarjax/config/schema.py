@@ -85,8 +85,8 @@ class Config(Section):
     def _corrected(cls, tree: Any) -> Any:
         """Correct for a sampler from outside, a rounded cache or an older policy, unless the config says otherwise."""
         rollout, update = ((tree.get(name) if isinstance(tree, Mapping) else None) for name in ("rollout", "update"))
-        other = rollout if isinstance(rollout, Mapping) else {}
-        differs = bool(other.get("engine") or other.get("from") or other.get("cache") == "int8")
+        fields = rollout if isinstance(rollout, Mapping) else {}
+        differs = bool(fields.get("engine") or fields.get("from") or fields.get("cache") == "int8")
         lags = isinstance(update, Mapping) and update.get("lag") not in (None, 0)
         if not (differs or lags):
             return tree

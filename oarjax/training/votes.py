@@ -36,15 +36,15 @@ def number_votes(
     numbers = answer_numbers(answers)
     if scores.shape[1] == 1 or grading.rewards[0].name not in COMPARING:
         return numbers
-    right = (scores >= 1) & (numbers >= 0)
-    for row, is_right in zip(numbers, right):
+    correct = (scores >= 1) & (numbers >= 0)
+    for row, is_right in zip(numbers, correct):
         if is_right.any():
             row[np.isin(row, row[is_right])] = row[is_right].min()
     pairs = []
     for p, texts in enumerate(answers):
-        incorrect = list(dict.fromkeys(t for t, is_right in zip(texts, right[p]) if t is not None and not is_right))
-        votes = (numbers[p] >= 0).sum() - right[p].sum()
-        if right[p].sum() <= votes and (right[p].any() or np.isnan(scores[p]).any()):
+        incorrect = list(dict.fromkeys(t for t, is_right in zip(texts, correct[p]) if t is not None and not is_right))
+        votes = (numbers[p] >= 0).sum() - correct[p].sum()
+        if correct[p].sum() <= votes and (correct[p].any() or np.isnan(scores[p]).any()):
             pairs += [_Pair(p, a, b) for a, b in combinations(incorrect, 2)]
     for pair, is_equal in zip(pairs, _equal(pairs, grading)):
         if is_equal:

@@ -77,20 +77,20 @@ def divergence_weights(
         )
     B, T = completion.shape
     usable = jnp.all(jnp.isfinite(hidden).all(-1) | ~completion, axis=-1)
-    counted = completion & usable[:, None]
-    states = jnp.where(counted[..., None], widened(hidden), 0)
+    mask = completion & usable[:, None]
+    states = jnp.where(mask[..., None], widened(hidden), 0)
     largest = jnp.max(jnp.abs(states))
     states = states / jnp.where(largest > 0, largest, 1)
     peers = peers_of(groups)
-    norm = peer_sum(peers, jnp.linalg.norm(states, axis=-1).sum(-1)) / jnp.maximum(peer_sum(peers, counted.sum(-1)), 1)
+    norm = peer_sum(peers, jnp.linalg.norm(states, axis=-1).sum(-1)) / jnp.maximum(peer_sum(peers, mask.sum(-1)), 1)
     states = states / jnp.where(norm > 0, norm, 1)[:, None, None]
 
     starts = jnp.arange(1 + max(0, -(-(T - window) // stride))) * stride
     places = starts[:, None] + jnp.arange(window)  # [K, window]
-    length = counted.sum(-1)
+    length = mask.sum(-1)
     exists = ((starts == 0) | (starts + window - stride < length[:, None])) & (length > 0)[:, None]  # [B, K]
     places_in = jnp.minimum(places, T - 1)
-    inside = (places < T) & counted[:, places_in]  # [B, K, window]
+    inside = (places < T) & mask[:, places_in]  # [B, K, window]
     sign = jnp.where(usable & (length > 0), jnp.sign(advantages), 0)
     opposing = (groups[:, None] == groups) & (sign[:, None] * sign < 0)
     distance = partial(wasserstein, epsilon=epsilon, iterations=iterations)
@@ -113,7 +113,7 @@ def divergence_weights(
     nearest_opposing = jax.lax.map(nearest, pairs).reshape(B, len(starts))
     nearest_opposing = jnp.where(jnp.isfinite(nearest_opposing), nearest_opposing, 0)  # windows that do not exist
     spread = jnp.zeros((B, T), states.dtype).at[:, places_in].max(jnp.where(inside, nearest_opposing[..., None], 0))
-    return jnp.where(counted & opposing.any(1, keepdims=True), spread, 1)
+    return jnp.where(mask & opposing.any(1, keepdims=True), spread, 1)
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:

@@ -46,13 +46,13 @@ def delta_weights(
     """
     finite = jnp.isfinite(hidden).all(-1) & jnp.isfinite(logps)
     usable = jnp.all(finite | ~completion, axis=-1) & (advantages != 0)
-    counted = completion & usable[:, None]
-    size = jnp.max(jnp.where(counted[..., None], jnp.abs(widened(hidden)), 0))
+    mask = completion & usable[:, None]
+    size = jnp.max(jnp.where(mask[..., None], jnp.abs(widened(hidden)), 0))
     states = widened(hidden) / jnp.where(size > 0, size, 1)
-    v = jnp.where(counted[..., None], -jnp.expm1(jnp.minimum(widened(logps), 0))[..., None] * states, 0)
-    middle = v.sum((0, 1)) / jnp.maximum(counted.sum(), 1)  # distances do not depend on the origin, rounding does
-    v = jnp.where(counted[..., None], v - middle, 0)
-    sides = [counted & (advantages > 0)[:, None], counted & (advantages < 0)[:, None]]
+    v = jnp.where(mask[..., None], -jnp.expm1(jnp.minimum(widened(logps), 0))[..., None] * states, 0)
+    middle = v.sum((0, 1)) / jnp.maximum(mask.sum(), 1)  # distances do not depend on the origin, rounding does
+    v = jnp.where(mask[..., None], v - middle, 0)
+    sides = [mask & (advantages > 0)[:, None], mask & (advantages < 0)[:, None]]
     mass = jnp.abs(advantages)[:, None]
 
     def centroid(weights: Float[Array, "B T"]) -> Float[Array, "D"]:
@@ -81,8 +81,8 @@ def delta_weights(
         scales = [spread(m, side) for m, side in zip(old_margins, sides)]
     shares = [jax.nn.sigmoid(m / scale) for m, scale in zip(margins(centroids), scales)]
     weights = low + (high - low) * jnp.where(sides[0], shares[0], shares[1])
-    total = jnp.sum(jnp.where(counted, weights, 0))
-    return jnp.where(counted, weights * counted.sum() / jnp.where(total > 0, total, 1), 1)
+    total = jnp.sum(jnp.where(mask, weights, 0))
+    return jnp.where(mask, weights * mask.sum() / jnp.where(total > 0, total, 1), 1)
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:

@@ -253,7 +253,7 @@ def _ends_together(
     """
     length = needed.shape[1]
     shift = jnp.where(needed.any(axis=1), jnp.argmax(needed[:, ::-1], axis=1), 0)[:, None]
-    at, kept = (jnp.arange(length) - shift) % length, jnp.arange(length) >= shift
+    at, in_row = (jnp.arange(length) - shift) % length, jnp.arange(length) >= shift
 
     def turned(x: Array) -> Array:
         return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
@@ -267,16 +267,16 @@ def _ends_together(
         StoredPass(
             embeddings=turned(clean.embeddings),
             positions=turned(clean.positions),
-            valid=turned(clean.valid) & kept,
+            valid=turned(clean.valid) & in_row,
             hidden=turned(clean.hidden),
             stored=KVCache(
                 k=turned_slots(stored.k),
                 v=turned_slots(stored.v),
-                valid=jnp.concatenate([stored.valid[:, :start], turned(stored.valid[:, start:]) & kept], axis=1),
+                valid=jnp.concatenate([stored.valid[:, :start], turned(stored.valid[:, start:]) & in_row], axis=1),
                 length=stored.length,
             ),
         ),
-        Reading(turned(reading.tokens), turned(reading.valid) & kept, turned(reading.answer)),
+        Reading(turned(reading.tokens), turned(reading.valid) & in_row, turned(reading.answer)),
         at,
     )
 

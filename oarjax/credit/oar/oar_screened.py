@@ -55,14 +55,14 @@ def screened_scores(
         scored: tokens that get a score.
     """
     exact, estimate = jnp.where(chosen, exact, 0), jnp.abs(estimate).astype(exact.dtype)
-    others = scored & ~chosen
+    inexact = scored & ~chosen
     above, below = masked_sum(jnp.abs(exact), chosen), masked_sum(estimate, chosen)
-    highest = jnp.max(jnp.where(others, estimate, 0), axis=-1)
+    highest = jnp.max(jnp.where(inexact, estimate, 0), axis=-1)
     cap = masked_quantile(jnp.abs(exact), chosen, level=0.5)
     scale = jnp.where(below > 0, above / jnp.where(below > 0, below, 1), jnp.inf)
     scale = jnp.minimum(scale, jnp.where(highest > 0, cap / jnp.where(highest > 0, highest, 1), jnp.inf))
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-    return jnp.where(chosen, exact, jnp.where(others, estimate * scale[:, None], 0))
+    return jnp.where(chosen, exact, jnp.where(inexact, estimate * scale[:, None], 0))
 
 
 # The method ---------------------------------------------------------------------------------------------------------

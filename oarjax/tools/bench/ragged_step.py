@@ -101,12 +101,12 @@ class RaggedIterations:
     def __call__(self, side: str, number: int) -> TimedDraw:
         state = jax.block_until_ready(self.copy(self.start))
         start = time.perf_counter()
-        state, done = iterate(state, None, number, steps=self.sides[side], host=self.host, cfg=self.cfg)
+        state, iteration = iterate(state, None, number, steps=self.sides[side], host=self.host, cfg=self.cfg)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - start
-        lengths = np.asarray(done.rollout.completion).sum(1).astype(np.int32)
-        occupancy = done.metrics.get("decode_occupancy", share_in_use(lengths))  # without segments there is none
-        return TimedDraw(seconds, lengths, self.flops(lengths), occupancy, self.padding(side, done, lengths))
+        lengths = np.asarray(iteration.rollout.completion).sum(1).astype(np.int32)
+        occupancy = iteration.metrics.get("decode_occupancy", share_in_use(lengths))  # without segments there is none
+        return TimedDraw(seconds, lengths, self.flops(lengths), occupancy, self.padding(side, iteration, lengths))
 
     def padding(self, side: str, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
         """Return the share of the update's positions without a token."""

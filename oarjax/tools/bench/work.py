@@ -288,8 +288,8 @@ class Ours:
             lambda x: jnp.asarray(x).reshape(-1, b, *x.shape[1:]),
             SampledRows(rollout, spans(rows, length, self.shapes), numbers),  # type: ignore[arg-type]
         )
-        used, probe = jnp.int32(rows // b), cfg.credit.probe.mode
-        return lambda: jax.block_until_ready(steps.score(self.params, None, arrays, keys.next(), 0, used, probe=probe))
+        count, probe = jnp.int32(rows // b), cfg.credit.probe.mode
+        return lambda: jax.block_until_ready(steps.score(self.params, None, arrays, keys.next(), 0, count, probe=probe))
 
     def changed(self, **sections: dict[str, Any]) -> Config:
         """Return the workloads' config with other fields."""
