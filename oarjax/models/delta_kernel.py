@@ -53,14 +53,14 @@ def step(
     decay = jnp.exp(log_decay)
     factors = jnp.stack([decay, decay * rate, jnp.sum(q * k, axis=-1)], axis=-1)
     row, states = PartitionSpec(row_axes(mesh.shape)), PartitionSpec(None, row_axes(mesh.shape))
-    divided = jax.shard_map(
+    sharded_step = jax.shard_map(
         partial(device_step, interpret=mesh.devices.flat[0].platform != "tpu"),
         mesh=mesh,
         in_specs=(PartitionSpec(), row, row, row, row, states),
         out_specs=(row, states),
         check_vma=False,
     )
-    out, memory = divided(number.reshape(1).astype(jnp.int32), q, k, v * rate[..., None], factors, memory)
+    out, memory = sharded_step(number.reshape(1).astype(jnp.int32), q, k, v * rate[..., None], factors, memory)
     return out[:, None], memory
 
 
@@ -76,23 +76,23 @@ def device_step(
 ) -> tuple[Float[Array, "B Hv dv"], Float[Array, "L B Hv dk dv"]]:
     """Run one device's rows; v is scaled by the rate, and factors are (decay, decay * rate, q . k) of each head."""
     _, rows, heads, dk, dv = memory.shape
-    most = max(BLOCK // (dk * dv * memory.dtype.itemsize), SUBLANES)
-    block = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most and (n % SUBLANES == 0 or n == heads))
+    limit = max(BLOCK // (dk * dv * memory.dtype.itemsize), SUBLANES)
+    block = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= limit and (n % SUBLANES == 0 or n == heads))
 
-    def kernel(number: Any, q: Any, k: Any, v: Any, factors: Any, before: Any, out: Any, after: Any) -> None:
+    def kernel(number: Any, q: Any, k: Any, v: Any, factors: Any, memory_in: Any, out: Any, memory_out: Any) -> None:
         queries, keys = q[0].T, k[0].T  # a head's in a column, beside the rows of its state
         for head in range(block):
-            of = slice(head, head + 1)
-            state, key, (decay, taken, met) = (
-                before[0, 0, head],
-                keys[:, of],
-                (factors[0, of, i : i + 1] for i in range(3)),
+            at_head = slice(head, head + 1)
+            state, key, (decay, decayed_rate, q_dot_k) = (
+                memory_in[0, 0, head],
+                keys[:, at_head],
+                (factors[0, at_head, i : i + 1] for i in range(3)),
             )
-            found = jnp.sum(state * key, axis=0, keepdims=True)
-            error = v[0, of] - taken * found
-            read = jnp.sum(state * queries[:, of], axis=0, keepdims=True)
-            out[0, of] = decay * read + met * error
-            after[0, 0, head] = decay * state + key * error
+            prediction = jnp.sum(state * key, axis=0, keepdims=True)
+            error = v[0, at_head] - decayed_rate * prediction
+            readout = jnp.sum(state * queries[:, at_head], axis=0, keepdims=True)
+            out[0, at_head] = decay * readout + q_dot_k * error
+            memory_out[0, 0, head] = decay * state + key * error
 
     def of_row(*last: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, block, *last), lambda row, part, number: (row, part, 0))

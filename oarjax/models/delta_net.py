@@ -49,9 +49,9 @@ def chunked(
     With g_i the sum of log decays up to i in a chunk, u solves (I + A) u = b (v - exp(g) k S), where
     A_ij = b_i exp(g_i - g_j) k_i . k_j for j < i.
     """
-    rows, new, heads, _ = q.shape
-    size = min(CHUNK, new)
-    pad = -new % size
+    rows, length, heads, _ = q.shape
+    size = min(CHUNK, length)
+    pad = -length % size
 
     def split(x: Array) -> Array:  # [chunks B Hv size ...], padding takes nothing in and decays nothing
         x = jnp.pad(x, [(0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2)])
@@ -60,27 +60,27 @@ def chunked(
 
     q, k, v, log_decay, rate = map(split, (q, k, v, log_decay, rate))
     total = jnp.cumsum(log_decay, axis=-1)
-    behind = jnp.tril(jnp.ones((size, size), bool))
-    gap = jnp.where(behind, total[..., :, None] - total[..., None, :], 0)
-    between = jnp.where(behind, jnp.exp(gap), 0)
-    system = exact("...id,...jd->...ij", k * rate[..., None], k) * between
-    decayed = jnp.exp(total)[..., None]
-    right = jnp.concatenate([v, k * decayed], axis=-1) * rate[..., None]
-    solved = exact("...ij,...jd->...id", inverse_of(system), right)
-    values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
-    within = exact("...id,...jd->...ij", q, k) * between
-    left = jnp.exp(total[..., -1:] - total)[..., None]
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    gap = jnp.where(causal, total[..., :, None] - total[..., None, :], 0)
+    decay_mask = jnp.where(causal, jnp.exp(gap), 0)
+    system = exact("...id,...jd->...ij", k * rate[..., None], k) * decay_mask
+    decay_from_start = jnp.exp(total)[..., None]
+    rhs = jnp.concatenate([v, k * decay_from_start], axis=-1) * rate[..., None]
+    solution = exact("...ij,...jd->...id", inverse_of(system), rhs)
+    values, reads = jnp.split(solution, [v.shape[-1]], axis=-1)
+    scores = exact("...id,...jd->...ij", q, k) * decay_mask
+    decay_to_end = jnp.exp(total[..., -1:] - total)[..., None]
 
     def step(memory: Array, xs: Any) -> tuple[Array, Array]:
-        queries, keys, values, reads, within, last = xs
+        queries, keys, values, reads, scores, chunk_decay = xs
         update = values - exact("bhik,bhkv->bhiv", reads, memory)
-        out = exact("bhik,bhkv->bhiv", queries, memory) + exact("bhij,bhjv->bhiv", within, update)
-        return memory * last[..., None, None] + exact("bhik,bhiv->bhkv", keys, update), out
+        out = exact("bhik,bhkv->bhiv", queries, memory) + exact("bhij,bhjv->bhiv", scores, update)
+        return memory * chunk_decay[..., None, None] + exact("bhik,bhiv->bhkv", keys, update), out
 
-    xs = (q * decayed, k * left, values, reads, within, jnp.exp(total[..., -1]))
+    xs = (q * decay_from_start, k * decay_to_end, values, reads, scores, jnp.exp(total[..., -1]))
     memory, out = jax.lax.scan(step, memory, xs)
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 2), 1, 3)  # [B chunks size Hv dv]
-    return out.reshape(rows, -1, heads, v.shape[-1])[:, :new], memory
+    return out.reshape(rows, -1, heads, v.shape[-1])[:, :length], memory
 
 
 @jax.custom_jvp
@@ -95,8 +95,8 @@ def inverse_of(system: Float[Array, "*D n n"]) -> Float[Array, "*D n n"]:
     row, column = jnp.indices((size, size))
     inverse, block = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype), system.shape), 1
     while block < size:
-        below = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
-        inverse -= exact("...ij,...jk,...kl->...il", inverse, jnp.where(below, system, 0), inverse)
+        below_diagonal = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        inverse -= exact("...ij,...jk,...kl->...il", inverse, jnp.where(below_diagonal, system, 0), inverse)
         block *= 2
     return inverse
 
@@ -163,14 +163,14 @@ class DeltaNet(nnx.Module):
 
         ``rule`` takes the place of ``recurrent``, with memory as it wants it.
         """
-        sizes, flat, real = self.sizes, x.reshape(-1, x.shape[-1]), valid[..., None]
+        sizes, flat, mask = self.sizes, x.reshape(-1, x.shape[-1]), valid[..., None]
         products = undivided(x, [getattr(self, name)(flat) for name in sizes.projections])
         projected = {name: p.reshape(*x.shape[:2], -1) for name, p in zip(sizes.projections, products)}
-        mixed, z, a, b = _by_key_head(projected, sizes) if sizes.joined else projected.values()
-        inputs = jnp.concatenate([state.tail, jnp.where(real, mixed, 0)], axis=1)
-        taps = self.conv[...].astype(mixed.dtype)
-        mixed = sum(inputs[:, i : i + x.shape[1]] * taps[:, 0, i] for i in range(sizes.taps))
-        q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.key_width, 2 * sizes.key_width], axis=-1)
+        qkv, z, a, b = _by_key_head(projected, sizes) if sizes.joined else projected.values()
+        inputs = jnp.concatenate([state.tail, jnp.where(mask, qkv, 0)], axis=1)
+        taps = self.conv[...].astype(qkv.dtype)
+        qkv = sum(inputs[:, i : i + x.shape[1]] * taps[:, 0, i] for i in range(sizes.taps))
+        q, k, v = jnp.split(jax.nn.silu(qkv), [sizes.key_width, 2 * sizes.key_width], axis=-1)
         q, k, v = (t.reshape(*x.shape[:2], -1, width) for t, width in zip((q, k, v), sizes.widths))
         share = sizes.value_heads // sizes.key_heads
         q, k = (jnp.repeat(_unit(t), share, axis=2) for t in (q, k))
@@ -180,8 +180,8 @@ class DeltaNet(nnx.Module):
             q * sizes.key_dim**-0.5,
             k,
             v,
-            jnp.where(real, log_decay, 0),
-            jnp.where(real, jax.nn.sigmoid(b), 0),
+            jnp.where(mask, log_decay, 0),
+            jnp.where(mask, jax.nn.sigmoid(b), 0),
             state.memory,
         )
         out = self.norm(mix, z.reshape(mix.shape)).reshape(flat.shape[0], -1)

@@ -45,8 +45,8 @@ class Adapted(nnx.Linear):
                 x.astype(self.dtype), matrix[...].astype(self.dtype), preferred_element_type=self.preferred_element_type
             )
 
-        plain = super().__call__(inputs, out_sharding)
-        return plain + self.scale * product(product(inputs, self.lora_a), self.lora_b)
+        base = super().__call__(inputs, out_sharding)
+        return base + self.scale * product(product(inputs, self.lora_a), self.lora_b)
 
 
 class CentredNorm(nnx.Module):
@@ -137,8 +137,8 @@ def _fed(
     """Add a layer's MLP, or its experts, to the stream; ``counted`` and ``chosen`` as in ``MoE``."""
     if not isinstance(layer.mlp, MoE):
         return x + _summed(layer.mlp(layer.mlp_norm(x)), x), None
-    added, routing = layer.mlp(layer.mlp_norm(x), counted=counted, chosen=chosen)
-    return x + _summed(added, x), routing
+    mlp_out, routing = layer.mlp(layer.mlp_norm(x), counted=counted, chosen=chosen)
+    return x + _summed(mlp_out, x), routing
 
 
 def _summed(part: Float[Array, "B N D"], stream: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
@@ -167,8 +167,8 @@ class Layer(nnx.Module):
         chosen: Int[Array, "B N k"] | None = None,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]], Routing | None]:
         """Return the stream, keys and values, and the routing of experts; ``counted`` and ``chosen`` as in ``MoE``."""
-        mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
-        x, routing = _fed(self, x + _summed(mixed, x), counted, chosen)
+        attention_out, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
+        x, routing = _fed(self, x + _summed(attention_out, x), counted, chosen)
         return x, kv, routing
 
 
@@ -192,9 +192,9 @@ class DeltaLayer(nnx.Module):
         rule: Rule | None = None,
     ) -> tuple[Float[Array, "B N D"], DeltaState, Routing | None]:
         """Return the stream, the state after it, and the routing of experts as ``Layer`` does; ``rule`` of the net."""
-        mixed, after = self.delta(self.attention_norm(x), valid, state, rule)
-        x, routing = _fed(self, x + mixed, counted, chosen)
-        return x, after, routing
+        delta_out, new_state = self.delta(self.attention_norm(x), valid, state, rule)
+        x, routing = _fed(self, x + delta_out, counted, chosen)
+        return x, new_state, routing
 
 
 class Qwen(nnx.Module):
@@ -226,8 +226,14 @@ class Qwen(nnx.Module):
         dense = partial(MLP, cfg, linear=linear)
         mlp = partial(dense, width=cfg.intermediate_size)
         if cfg.experts is not None:
-            more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
-            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, sums=sums, **more)
+            moe_args = {
+                "dtype": compute_dtype,
+                "adapted": adapted,
+                "scale": adapter_scale,
+                "kind": experts,
+                "mesh": mesh,
+            }
+            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, sums=sums, **moe_args)
         norm = partial(CentredNorm if cfg.delta else nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)

@@ -96,13 +96,13 @@ def join_params(frozen: Params | None, params: Params) -> Params:
     if frozen is None:
         return params
 
-    def over(under: Any, upper: Any) -> Any:
+    def overlay(under: Any, upper: Any) -> Any:
         if not isinstance(under, Mapping) or not isinstance(upper, Mapping):
             raise ValueError("join_params: trained and frozen params overlap; remove one of the two")
-        both = {name: over(under[name], upper[name]) for name in under.keys() & upper.keys()}
-        return {**under, **upper, **both}
+        common = {name: overlay(under[name], upper[name]) for name in under.keys() & upper.keys()}
+        return {**under, **upper, **common}
 
-    return over(frozen, params)
+    return overlay(frozen, params)
 
 
 def all_params(state: TrainState) -> Params:
@@ -134,10 +134,10 @@ def merge_adapters(params: Params, *, scale: float, dtype: DTypeLike | None = No
             return plain
         kernel = tree["kernel"]
         if "lora_a" in tree:
-            wide = jnp.promote_types(jnp.float32, kernel.dtype)
-            a, b = (tree[name].astype(wide) for name in ("lora_a", "lora_b"))
+            sum_dtype = jnp.promote_types(jnp.float32, kernel.dtype)
+            a, b = (tree[name].astype(sum_dtype) for name in ("lora_a", "lora_b"))
             change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-            kernel = (kernel.astype(wide) + change).astype(kernel.dtype if dtype is None else dtype)
+            kernel = (kernel.astype(sum_dtype) + change).astype(kernel.dtype if dtype is None else dtype)
         return {**plain, "kernel": node(kernel)}
 
     return node(params)
@@ -147,12 +147,12 @@ def _at_targets(
     function: Callable[[tuple[str, ...], Any], Any], tree: Params, targets: Collection[str], path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Return a tree with ``function(path, kernel)`` for every target with a kernel; other nodes are left out."""
-    kept: dict[str, Any] = {}
+    subtree: dict[str, Any] = {}
     for name, node in tree.items():
         if not isinstance(node, Mapping):
             continue
         if name in targets and "kernel" in node:
-            kept[name] = function((*path, name), node["kernel"])
+            subtree[name] = function((*path, name), node["kernel"])
         elif inner := _at_targets(function, node, targets, (*path, name)):
-            kept[name] = inner
-    return kept
+            subtree[name] = inner
+    return subtree

@@ -218,8 +218,8 @@ def _grouped(
         return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream)
 
     out = _expert_mlp(flat[order // chosen.shape[1]], matrices, product, scale)
-    back = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-    return jnp.sum(back * weights[..., None], axis=1)
+    by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.sum(by_token * weights[..., None], axis=1)
 
 
 def _dense(
@@ -241,8 +241,8 @@ def _dense(
     share = jnp.sum(jax.nn.one_hot(chosen, _count(matrices), dtype=weights.dtype) * weights[..., None], axis=1)
 
     def product(x: Array, matrix: Array) -> Array:
-        every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
-        return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
+        subscripts = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
+        return jnp.einsum(subscripts, x.astype(dtype), matrix, preferred_element_type=stream)
 
     if few:
         copies = jnp.broadcast_to(flat, (_count(matrices), *flat.shape))
@@ -265,36 +265,36 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices, sums: DTypeLike) 
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
-    over, tensor, experts = row_axes(mesh.shape), mesh.shape.get("tensor", 1), mesh.shape.get("expert", 1)
+    axes, tensor, experts = row_axes(mesh.shape), mesh.shape.get("tensor", 1), mesh.shape.get("expert", 1)
     if rows % (mesh.size // tensor) or matrices[2][0].shape[1] % tensor or _count(matrices) % experts:
         return lambda compute: compute
     inner, owner = ("tensor" if "tensor" in mesh.shape else None), ("expert" if experts > 1 else None)
     into, out = PartitionSpec(owner, None, inner), PartitionSpec(owner, inner, None)
-    whole, row = PartitionSpec(owner), PartitionSpec(over, None)
-    up = (into, whole, into)[: len(matrices[1])]
-    specs = ((into, whole, into)[: len(matrices[0])], up, (out, out, whole)[: len(matrices[2])])
+    by_expert, row = PartitionSpec(owner), PartitionSpec(axes, None)
+    up = (into, by_expert, into)[: len(matrices[1])]
+    specs = ((into, by_expert, into)[: len(matrices[0])], up, (out, out, by_expert)[: len(matrices[2])])
 
     def divide(compute: Any) -> Any:
-        def own(flat: Array, weights: Array, chosen: Array, held: Matrices) -> Array:
+        def on_device(flat: Array, weights: Array, chosen: Array, local_matrices: Matrices) -> Array:
             if owner is None:
-                return compute(flat, weights, chosen, held).astype(sums)
-            first = jax.lax.axis_index(owner) * _count(held)
+                return compute(flat, weights, chosen, local_matrices).astype(sums)
+            first_expert = jax.lax.axis_index(owner) * _count(local_matrices)
             # Tiled, since the batching rule of other scatters is wrong in jax 0.10.
-            every = jax.lax.all_gather((flat.astype(sums), weights, chosen), owner, tiled=True)
-            count = 1 if every[0].shape[0] <= ROWS_AT_ONCE else experts
-            parts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), every)
+            gathered = jax.lax.all_gather((flat.astype(sums), weights, chosen), owner, tiled=True)
+            count = 1 if gathered[0].shape[0] <= ROWS_AT_ONCE else experts
+            parts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), gathered)
 
             # Computed again going backward: what each part leaves for that is many times its rows.
             @partial(jax.checkpoint, prevent_cse=False)
             def add(part: tuple[Array, Array, Array]) -> Array:
-                return compute(part[0], part[1], part[2] - first, held)
+                return compute(part[0], part[1], part[2] - first_expert, local_matrices)
 
-            added = jax.lax.map(add, parts)
-            added = added.reshape(-1, flat.shape[-1]).astype(sums)
-            return jax.lax.psum_scatter(added, owner, tiled=True)
+            outputs = jax.lax.map(add, parts)
+            outputs = outputs.reshape(-1, flat.shape[-1]).astype(sums)
+            return jax.lax.psum_scatter(outputs, owner, tiled=True)
 
         def shard(*args: Any) -> Array:
-            result = own(*args)
+            result = on_device(*args)
             return result if inner is None else jax.lax.psum(result, inner)
 
         return jax.shard_map(shard, mesh=mesh, in_specs=(row, row, row, specs), out_specs=row, check_vma=False)

@@ -151,12 +151,14 @@ def window_of(cache: KVCache, window: Window) -> KVCache:
 def with_window(cache: KVCache, part: KVCache, window: Window) -> KVCache:
     """Write what ``window_of`` gave back into the cache: its inverse."""
 
-    def written(x: Array, new: Array, axis: int) -> Array:
-        split, first = (y.reshape(*y.shape[:axis], window.blocks, -1, *y.shape[axis + 1 :]) for y in (x, new))
-        return jax.lax.dynamic_update_slice(split, first, [0] * split.ndim).reshape(x.shape)
+    def write_back(x: Array, update: Array, axis: int) -> Array:
+        blocks, update_blocks = (
+            y.reshape(*y.shape[:axis], window.blocks, -1, *y.shape[axis + 1 :]) for y in (x, update)
+        )
+        return jax.lax.dynamic_update_slice(blocks, update_blocks, [0] * blocks.ndim).reshape(x.shape)
 
-    k, v = written(cache.k, part.k, 1), written(cache.v, part.v, 1)
-    return replace(part, k=k, v=v, valid=written(cache.valid, part.valid, 0))
+    k, v = write_back(cache.k, part.k, 1), write_back(cache.v, part.v, 1)
+    return replace(part, k=k, v=v, valid=write_back(cache.valid, part.valid, 0))
 
 
 class RowCaches(NamedTuple):
@@ -221,8 +223,10 @@ def replaying(policy: Policy, experts: Int[Array, "B N L k"] | None) -> Policy:
     if routed is None:
         raise ValueError("experts: this policy has no experts; pass None")
 
-    def trunk(params: Params, embeddings: Array, *rows: Array, **more: KVCache | None) -> tuple[Array, KVCache | None]:
-        return routed(params, embeddings, *rows, experts=experts, **more)[:2]
+    def trunk(
+        params: Params, embeddings: Array, *rows: Array, **options: KVCache | None
+    ) -> tuple[Array, KVCache | None]:
+        return routed(params, embeddings, *rows, experts=experts, **options)[:2]
 
     return policy._replace(trunk=trunk)
 
@@ -251,9 +255,13 @@ def prompt_cache(
     """
     if slots == 0:
         return None
-    first, places, real = (x[:: policy.prompt_rows, :slots] for x in (tokens, positions, valid))
-    empty = policy.init_cache(first.shape[0], slots)
-    return filled(policy.trunk(params, policy.embed(params, first), places, real, cache=empty)[1])
+    prompt_tokens, prompt_positions, prompt_valid = (
+        x[:: policy.prompt_rows, :slots] for x in (tokens, positions, valid)
+    )
+    empty = policy.init_cache(prompt_tokens.shape[0], slots)
+    return filled(
+        policy.trunk(params, policy.embed(params, prompt_tokens), prompt_positions, prompt_valid, cache=empty)[1]
+    )
 
 
 def filled(cache: Any) -> Any:

@@ -92,16 +92,16 @@ def make_policy(
         check_splash(cfg.num_attention_heads, compute, mesh, attention)
     if decode != "plain" and (problem := kernel_problem(cfg.num_key_value_heads, cfg.head_dim, compute, mesh)):
         raise ValueError(f"decode: {problem}")
-    divided = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
+    model_parallel = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
     @cache
-    def definitions(adapted: frozenset[str], sums: Any, drawn: int | None) -> tuple[Any, Any, Any]:
+    def definitions(adapted: frozenset[str], sums: Any, step_tokens: int | None) -> tuple[Any, Any, Any]:
         """Return the graph definitions of a layer, of the last norm, and of a layer with a delta net.
 
-        ``drawn``: tokens of a decode step, if it is one.
+        ``step_tokens``: tokens of a decode step, if it is one.
         """
-        kind = experts if drawn is None else experts_of_step(experts, drawn, mesh)
+        kind = experts if step_tokens is None else experts_of_step(experts, step_tokens, mesh)
         options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale, "sums": sums}
         model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=kind, mesh=mesh, **options))
         delta = nnx.split(model.delta_layers)[0] if cfg.delta else None
@@ -121,8 +121,8 @@ def make_policy(
         *rows: Any, counted: Bool[Array, "B N"] | None = None, **options: Any
     ) -> tuple[Float[Array, "B N D"], Any, Any]:
         valid = rows[-1]
-        hidden, after, routing = run(*rows, counted=valid if counted is None else counted, **options)
-        return hidden, after, replace(routing, chosen=jnp.moveaxis(routing.chosen, 0, 2))
+        hidden, new_cache, routing = run(*rows, counted=valid if counted is None else counted, **options)
+        return hidden, new_cache, replace(routing, chosen=jnp.moveaxis(routing.chosen, 0, 2))
 
     def run(
         params: Params,
@@ -138,12 +138,15 @@ def make_policy(
     ) -> tuple[Float[Array, "B N D"], Cache | None, Any]:
         """Run all layers; with ``counted`` return the routing, too."""
         decoding = isinstance(cache, DecodeCache)
-        new = valid.shape[1]
-        sums, drawn = compute if decoding and divided else stream, valid.size if decoding and new == 1 else None
-        layer_def, norm_def, delta_def = definitions(_adapted(params), sums, drawn)
+        length = valid.shape[1]
+        sums, step_tokens = (
+            compute if decoding and model_parallel else stream,
+            valid.size if decoding and length == 1 else None,
+        )
+        layer_def, norm_def, delta_def = definitions(_adapted(params), sums, step_tokens)
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty.
-        filled = cache if decoding or (cache and cache.k.shape[2] > new) else None
+        filled = cache if decoding or (cache and cache.k.shape[2] > length) else None
 
         if sizes is not None and visible is not None:
             raise ValueError(
@@ -151,11 +154,11 @@ def make_policy(
                 "cannot be recomputed; compute whole suffixes, as OAR-P does"
             )
         stores = [c for c in (prefix, filled) if c is not None]
-        long = new >= LANES or prefix is None or prefix.valid.shape[0] == valid.shape[0]
-        plain = filled is None and visible is None and long
-        if attention != "xla" and mesh is not None and plain:
+        prefix_fits = length >= LANES or prefix is None or prefix.valid.shape[0] == valid.shape[0]
+        is_causal = filled is None and visible is None and prefix_fits
+        if attention != "xla" and mesh is not None and is_causal:
             mixer, read = causal_mixer([written(c) for c in stores], valid, mesh, attention), lambda cache, kv: kv
-        elif decode == "kernel" and mesh is not None and decoding and new == 1 and visible is None:
+        elif decode == "kernel" and mesh is not None and decoding and length == 1 and visible is None:
             mixer, read = kernel_mixer(cast(list[DecodeCache], stores), valid, mesh), lambda cache, number: number
         else:
             masks = [written(c)[:, None, :] for c in stores]
@@ -167,35 +170,37 @@ def make_policy(
 
         def body(x, xs):
             weights, chosen, *layers = xs
-            stored = [read(c, of) for c, of in zip(stores, layers, strict=True)]
+            stored_kv = [read(c, entry) for c, entry in zip(stores, layers, strict=True)]
             options = {"chosen": chosen, "compute_dtype": compute, **count}
-            x, kv, routing = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), **options)
-            kept = None if cache is None else _stored_as(cache, *kv)
-            return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
+            x, kv, routing = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored_kv), **options)
+            new_kv = None if cache is None else _stored_as(cache, *kv)
+            return place(x, ROWS, None, None), (new_kv, routing if counted is not None else None)
 
         def delta_body(x, xs):
-            weights, chosen, own, before = xs
-            state = state_before(own, begun, before, empty_state(sizes, x.shape[0], dtype=stream))
-            x, after, routing = nnx.merge(delta_def, weights)(x, valid, state, chosen=chosen, **count)
-            kept = after if cache is not None else None
-            return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
+            weights, chosen, row_state, prefix_state = xs
+            state = state_before(row_state, has_tokens, prefix_state, empty_state(sizes, x.shape[0], dtype=stream))
+            x, new_state, routing = nnx.merge(delta_def, weights)(x, valid, state, chosen=chosen, **count)
+            cached_state = new_state if cache is not None else None
+            return place(x, ROWS, None, None), (cached_state, routing if counted is not None else None)
 
         def body_of_step(carry, xs):
-            x, kept = body(carry[0], xs)
-            return (x, carry[1]), kept
+            x, ys = body(carry[0], xs)
+            return (x, carry[1]), ys
 
         def delta_of_step(carry, number):
             """Run a layer with its weights and states where they lie among those of all layers."""
             x, state = carry
             take = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
             write = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
-            weights, chosen, own = jax.tree.map(take, (params["delta_layers"], chosen_by_deltas, state))
+            weights, chosen, layer_state = jax.tree.map(take, (params["delta_layers"], chosen_by_deltas, state))
             rule = kernel and partial(kernel, number=number)
-            own = replace(own, memory=state.memory) if kernel else own
-            x, after, routing = nnx.merge(delta_def, weights)(x, valid, own, chosen=chosen, rule=rule, **count)
-            memory = after.memory if kernel else write(state.memory, after.memory)
-            after = place(x, ROWS, None, None), DeltaState(memory, write(state.tail, after.tail))
-            return after, (None, routing if counted is not None else None)
+            layer_state = replace(layer_state, memory=state.memory) if kernel else layer_state
+            x, new_state, routing = nnx.merge(delta_def, weights)(
+                x, valid, layer_state, chosen=chosen, rule=rule, **count
+            )
+            memory = new_state.memory if kernel else write(state.memory, new_state.memory)
+            carry = place(x, ROWS, None, None), DeltaState(memory, write(state.tail, new_state.tail))
+            return carry, (None, routing if counted is not None else None)
 
         remat_of = (
             partial(rematerialised, remat=remat) if filled is None else lambda body: body
@@ -205,58 +210,58 @@ def make_policy(
             None if experts is None else jnp.moveaxis(experts[:, :, numbers], 2, 0)
             for numbers in (np.array(cfg.attention_layers, int), np.array(cfg.delta_layers, int))
         )
-        layers, state, other = (params["layers"], chosen, *map(_by_layer, stores)), None, None
+        layers, state, delta_routing = (params["layers"], chosen, *map(_by_layer, stores)), None, None
         if sizes is None:
             x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
         elif isinstance(cache, DecodeCache):
-            kernel = delta_kernel.step_for(sizes, valid.shape[0], stream, mesh) if new == 1 else None
+            kernel = delta_kernel.step_for(sizes, valid.shape[0], stream, mesh) if length == 1 else None
             start = x, decode_cache.begun(cache, cast(Any, prefix)).state
             numbers = jnp.arange(len(cfg.delta_layers))
-            (x, state), (kv, routing), (_, other) = _scan_blocks(
+            (x, state), (kv, routing), (_, delta_routing) = _scan_blocks(
                 body_of_step, delta_of_step, start, layers, numbers, sizes.interval - 1
             )
         else:
-            begun = written(filled).any(axis=1) if filled is not None else None
-            own, before = (getattr(c, "state", None) for c in (filled, prefix))
-            deltas = (params["delta_layers"], chosen_by_deltas, own, before)
-            x, (kv, routing), (state, other) = _scan_blocks(
+            has_tokens = written(filled).any(axis=1) if filled is not None else None
+            row_states, prefix_states = (getattr(c, "state", None) for c in (filled, prefix))
+            deltas = (params["delta_layers"], chosen_by_deltas, row_states, prefix_states)
+            x, (kv, routing), (state, delta_routing) = _scan_blocks(
                 remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
             )
         if sizes is not None:
             order = np.argsort(cfg.attention_layers + cfg.delta_layers)
-            routing = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], routing, other)
+            routing = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], routing, delta_routing)
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
         if cache is None or kv is None:
             return hidden, None, routing
         k, v = kv
-        after = _append(cache, k, v, valid)
-        return hidden, place_cache(after if state is None else replace(after, state=state)), routing
+        new_cache = _append(cache, k, v, valid)
+        return hidden, place_cache(new_cache if state is None else replace(new_cache, state=state)), routing
 
     def head(params: Params) -> Params:
         if WHOLE in params.get("head", {}):
             return params
         kernel = _transposed(params["embed"]["embedding"]) if cfg.tie_word_embeddings else params["head"]["kernel"]
         # Cast first, so that the compute dtype is what moves. The gradient takes another way, see _project.
-        whole = place(jax.lax.stop_gradient(kernel).astype(compute), None, "tensor")
-        return {**params, "head": {"kernel": kernel, WHOLE: whole}}
+        gathered = place(jax.lax.stop_gradient(kernel).astype(compute), None, "tensor")
+        return {**params, "head": {"kernel": kernel, WHOLE: gathered}}
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        at, rows = head(params)["head"], [ROWS, *[None] * hidden.ndim][: hidden.ndim - 1]
+        kernels, rows = head(params)["head"], [ROWS, *[None] * hidden.ndim][: hidden.ndim - 1]
         states = place(hidden.astype(compute), *rows, None)
-        return place(_project(states, at[WHOLE], at["kernel"]), *rows, "tensor")
+        return place(_project(states, kernels[WHOLE], kernels["kernel"]), *rows, "tensor")
 
     def init_cache(rows: int, slots: int) -> KVCache:
         shape = (len(cfg.attention_layers), rows, slots, cfg.num_key_value_heads, cfg.head_dim)
-        empty = {
+        arrays = {
             "k": jnp.zeros(shape, compute),
             "v": jnp.zeros(shape, compute),
             "valid": jnp.zeros((rows, slots), bool),
             "length": jnp.zeros((), jnp.int32),
         }
         if cfg.delta is None:
-            return place_cache(KVCache(**empty))
+            return place_cache(KVCache(**arrays))
         state = empty_state(cfg.delta, len(cfg.delta_layers), rows, dtype=stream)
-        return place_cache(HybridCache(**empty, state=state))
+        return place_cache(HybridCache(**arrays, state=state))
 
     def place_cache(cache: Any) -> Any:
         if isinstance(cache, DecodeCache):
@@ -271,11 +276,11 @@ def make_policy(
     def init_rows(rows: int, slots: int) -> Any:
         slots = padded_slots(slots) if decode == "kernel" else slots
         heads, width = (len(cfg.attention_layers), cfg.num_key_value_heads, rows), cfg.head_dim
-        numbers = jnp.int8 if int8 else compute
+        dtype = jnp.int8 if int8 else compute
         return place_cache(
             DecodeCache(
-                k=jnp.zeros((*heads, width, slots), numbers),
-                v=jnp.zeros((*heads, slots, width), numbers),
+                k=jnp.zeros((*heads, width, slots), dtype),
+                v=jnp.zeros((*heads, slots, width), dtype),
                 steps=jnp.zeros((*heads, 2, slots), jnp.bfloat16) if int8 else None,
                 valid=jnp.zeros((rows, slots), bool),
                 length=jnp.zeros((), jnp.int32),
@@ -309,33 +314,37 @@ def make_policy(
     def extend(cache: KVCache, more: KVCache) -> KVCache:
         return place_cache(policy.extend(cache, more))
 
-    cut, joined = (policy.first_slots, None) if cfg.delta is None else (None, extend)
-    whole = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, caches, cut, extend=joined)
-    return whole if cfg.experts is None else whole._replace(routed=in_full(routed, compute))
+    cut_cache, join_caches = (policy.first_slots, None) if cfg.delta is None else (None, extend)
+    decoder = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, caches, cut_cache, extend=join_caches)
+    return decoder if cfg.experts is None else decoder._replace(routed=in_full(routed, compute))
 
 
-def _scan_blocks(attention: Any, delta: Any, carry: Any, layers: Any, deltas: Any, each: int) -> tuple[Any, Any, Any]:
-    """Scan blocks of ``each`` layers with delta nets and one with attention, then the remaining delta nets.
+def _scan_blocks(
+    attention: Any, delta: Any, carry: Any, layers: Any, deltas: Any, per_block: int
+) -> tuple[Any, Any, Any]:
+    """Scan blocks of ``per_block`` layers with delta nets and one with attention, then the remaining delta nets.
 
     The two bodies are scanned over ``layers`` and ``deltas``; results are stacked like these. As one scan stands in
     another, a block's part of ``deltas`` and of their results is copied: a decode step gives numbers of layers alone.
     """
     blocks, count = (jax.tree.leaves(xs)[0].shape[0] for xs in (layers, deltas))
 
-    def part(of: slice) -> Any:
-        return jax.tree.map(lambda leaf: leaf[of], deltas)
+    def part(span: slice) -> Any:
+        return jax.tree.map(lambda leaf: leaf[span], deltas)
 
     def block(carry: Any, xs: Any) -> tuple[Any, Any]:
         carry, states = jax.lax.scan(delta, carry, xs[1])
         carry, kv = attention(carry, xs[0])
         return carry, (kv, states)
 
-    whole = jax.tree.map(lambda leaf: leaf.reshape(blocks, each, *leaf.shape[1:]), part(slice(blocks * each)))
-    carry, (kv, states) = jax.lax.scan(block, carry, (layers, whole))
+    block_deltas = jax.tree.map(
+        lambda leaf: leaf.reshape(blocks, per_block, *leaf.shape[1:]), part(slice(blocks * per_block))
+    )
+    carry, (kv, states) = jax.lax.scan(block, carry, (layers, block_deltas))
     states = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), states)
-    if blocks * each < count:
-        carry, rest = jax.lax.scan(delta, carry, part(slice(blocks * each, count)))
-        states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), states, rest)
+    if blocks * per_block < count:
+        carry, rest_states = jax.lax.scan(delta, carry, part(slice(blocks * per_block, count)))
+        states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), states, rest_states)
     return carry, kv, states
 
 
@@ -356,27 +365,27 @@ WHOLE = "whole"
 
 @jax.custom_jvp
 def _project(
-    hidden: Float[Array, "*rows D"], whole: Float[Array, "D V"], kernel: Float[Array, "D V"]
+    hidden: Float[Array, "*rows D"], gathered: Float[Array, "D V"], kernel: Float[Array, "D V"]
 ) -> Float[Array, "*rows V"]:
     """Compute logits of states in the compute dtype with the gathered head; its gradient goes to the kernel.
 
     A loop over chunks sums the gradient in the kernel's own dtype, float32, with the kernel's sharding: in a bfloat16
     sum, rounding would lose the contributions of later chunks.
     """
-    return _logits(hidden, whole)
+    return _logits(hidden, gathered)
 
 
 @partial(_project.defjvp, symbolic_zeros=True)
 def _project_jvp(primals, tangents):
-    hidden, whole, _ = primals
+    hidden, gathered, _ = primals
     d_hidden, _, d_kernel = tangents  # the gathered head is a constant
-    out = _logits(hidden, whole)
+    out = _logits(hidden, gathered)
     parts = [jnp.zeros_like(out)]
     if not isinstance(d_hidden, SymbolicZero):
-        parts.append(_logits(d_hidden, whole))
+        parts.append(_logits(d_hidden, gathered))
     if not isinstance(d_kernel, SymbolicZero):
-        wide = (hidden.astype(out.dtype), d_kernel.astype(out.dtype))
-        parts.append(jnp.einsum("...d,dv->...v", *wide, precision=precision_of(whole.dtype)))
+        operands = (hidden.astype(out.dtype), d_kernel.astype(out.dtype))
+        parts.append(jnp.einsum("...d,dv->...v", *operands, precision=precision_of(gathered.dtype)))
     return out, reduce(jnp.add, parts[1:] or parts)
 
 
@@ -390,8 +399,8 @@ def _adapted(params: Params) -> frozenset[str]:
     """Return the names of a layer's matrices that have adapters."""
     stacks = [params[name] for name in ("layers", "delta_layers") if name in params]
     parts = [part for stack in stacks for part in stack.values() if isinstance(part, Mapping)]
-    named = [(name, node) for part in parts for name, node in part.items()]
-    return frozenset(name for name, node in named if isinstance(node, Mapping) and "lora_a" in node)
+    nodes = [(name, node) for part in parts for name, node in part.items()]
+    return frozenset(name for name, node in nodes if isinstance(node, Mapping) and "lora_a" in node)
 
 
 @jax.custom_vjp
@@ -411,11 +420,11 @@ def _by_layer(cache: Cache) -> Any:
     return jnp.arange(cache.k.shape[0]) if isinstance(cache, DecodeCache) else (cache.k, cache.v)
 
 
-def _heads_first(cache: Cache, of: Any) -> tuple[Array, ...]:
-    """Return a layer of a cache, of which the scan gave ``of``, as ``decode_cache.layer`` does."""
+def _heads_first(cache: Cache, entry: Any) -> tuple[Array, ...]:
+    """Return a layer of a cache, of which the scan gave ``entry``, as ``decode_cache.layer`` does."""
     if isinstance(cache, DecodeCache):
-        return decode_cache.layer(cache, of)
-    k, v = of
+        return decode_cache.layer(cache, entry)
+    k, v = entry
     return k.transpose(2, 0, 3, 1), v.transpose(2, 0, 1, 3)
 
 

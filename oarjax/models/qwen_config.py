@@ -119,14 +119,14 @@ class QwenConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with keys and values."""
-        every = self.delta.interval if self.delta else 1
-        return tuple(range(every - 1, self.num_hidden_layers, every))
+        interval = self.delta.interval if self.delta else 1
+        return tuple(range(interval - 1, self.num_hidden_layers, interval))
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with a gated delta net."""
-        others = set(self.attention_layers)
-        return tuple(i for i in range(self.num_hidden_layers) if i not in others)
+        attention = set(self.attention_layers)
+        return tuple(i for i in range(self.num_hidden_layers) if i not in attention)
 
     @staticmethod
     def from_hf(fields: Mapping[str, Any]) -> QwenConfig:
@@ -144,8 +144,8 @@ class QwenConfig:
         heads = _required(fields, "num_attention_heads")
         kv_heads = _required(fields, "num_key_value_heads")
         hidden = _required(fields, "hidden_size")
-        three = kind != "qwen2"
-        head_dim = _required(fields, "head_dim") if three else fields.get("head_dim") or hidden // heads
+        qwen3 = kind != "qwen2"
+        head_dim = _required(fields, "head_dim") if qwen3 else fields.get("head_dim") or hidden // heads
         if heads % kv_heads:
             _refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", "correct it")
         delta = _read_delta(fields) if kind in HYBRID else None
@@ -154,7 +154,7 @@ class QwenConfig:
             name, value = ("partial_rotary_factor", share) if share != 1 else ("head_dim", head_dim)
             _refuse(name, value, "rotary embedding turns pairs", "use an even head_dim")
         theta, yarn = _read_rope(fields)
-        bias = three and bool(fields.get("attention_bias", False))
+        bias = qwen3 and bool(fields.get("attention_bias", False))
         experts = _read_experts(fields) if kind in MIXTURES else None
         return QwenConfig(
             vocab_size=_required(fields, "vocab_size"),
@@ -169,7 +169,7 @@ class QwenConfig:
             tie_word_embeddings=bool(outer.get("tie_word_embeddings", fields.get("tie_word_embeddings", False))),
             qkv_bias=kind == "qwen2" or bias,
             o_bias=bias,
-            qk_norm=three,
+            qk_norm=qwen3,
             max_position_embeddings=_required(fields, "max_position_embeddings"),
             yarn=yarn,
             initializer_range=float(fields.get("initializer_range", 0.02)),
@@ -191,9 +191,9 @@ def exported_as(cfg: QwenConfig, fields: Mapping[str, Any]) -> tuple[QwenConfig,
     for name in ("rope_scaling", "rope_parameters"):
         rope = {part: value for part, value in (text.pop(name, None) or {}).items() if not part.startswith("mrope")}
         text |= {name: rope} if rope else {}
-    whole = {"model_type": "qwen3", "architectures": [SUPPORTED["qwen3"]], "tie_word_embeddings": False}
-    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
-    text = whole | text | {name: fields[name] for name in shared if name in fields}
+    defaults = {"model_type": "qwen3", "architectures": [SUPPORTED["qwen3"]], "tie_word_embeddings": False}
+    common = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    text = defaults | text | {name: fields[name] for name in common if name in fields}
     return replace(cfg, prefix="model."), text
 
 
@@ -235,16 +235,16 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         )
     kinds = None if kind in HYBRID else fields.get("layer_types")
     if kinds is not None:
-        other = sorted(set(kinds) - {"full_attention"})
-        if other:
-            _refuse("layer_types", other, "only full_attention is supported")
+        unsupported = sorted(set(kinds) - {"full_attention"})
+        if unsupported:
+            _refuse("layer_types", unsupported, "only full_attention is supported")
     elif window is not None:
-        first = fields.get("max_window_layers", 28)
-        if first < layers:
+        first_windowed = fields.get("max_window_layers", 28)
+        if first_windowed < layers:
             _refuse(
                 "use_sliding_window",
                 True,
-                f"the window of {window} would act on layers {first}..{layers - 1}",
+                f"the window of {window} would act on layers {first_windowed}..{layers - 1}",
                 "set use_sliding_window to false and train below the window",
             )
 
@@ -255,13 +255,13 @@ def _read_experts(fields: Mapping[str, Any]) -> Experts:
         if fields.get(name) not in allowed:
             _refuse(name, fields[name], "dense layers among those with experts are not supported")
     count = fields.get("num_experts") or fields.get("num_local_experts") or _required(fields, "num_experts")
-    chosen = _required(fields, "num_experts_per_tok")
-    if not 0 < chosen <= count:
-        _refuse("num_experts_per_tok", chosen, f"expected 1 to num_experts = {count}", "correct it")
+    per_token = _required(fields, "num_experts_per_tok")
+    if not 0 < per_token <= count:
+        _refuse("num_experts_per_tok", per_token, f"expected 1 to num_experts = {count}", "correct it")
     kind = fields["model_type"]
     shared = _required(fields, "shared_expert_intermediate_size") if kind in HYBRID else None
     normalised = kind.startswith("qwen3_5") or bool(fields.get("norm_topk_prob", kind == "qwen3_next"))
-    return Experts(count, chosen, normalised, shared)
+    return Experts(count, per_token, normalised, shared)
 
 
 def _read_delta(fields: Mapping[str, Any]) -> DeltaSizes:

@@ -47,12 +47,12 @@ def inverse_frequencies(head_dim: int, *, theta: float, yarn: Yarn | None) -> np
     YaRN divides the slow pairs by ``factor`` and leaves the fast ones, with a linear ramp over the pairs
     that turn between beta_slow and beta_fast times within the original context.
     """
-    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if yarn is None:
-        return plain
+        return frequencies
     low, high = _ramp_ends(head_dim, theta, yarn)
-    stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return plain / yarn.factor * stretched + plain * (1.0 - stretched)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return frequencies / yarn.factor * ramp + frequencies * (1.0 - ramp)
 
 
 def _ramp_ends(head_dim: int, theta: float, yarn: Yarn) -> tuple[float, float]:

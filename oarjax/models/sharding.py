@@ -53,16 +53,16 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
     def spec(names: tuple[str, ...]) -> PartitionSpec:
         inner = [n for n in names if n != "layers"]
         keep_whole = len(inner) == 1
-        places = [rules[name] for name in names]
-        return PartitionSpec(*(None if keep_whole and place == "fsdp" else place for place in places))
+        mesh_axes = [rules[name] for name in names]
+        return PartitionSpec(*(None if keep_whole and mesh_axis == "fsdp" else mesh_axis for mesh_axis in mesh_axes))
 
     return _map(spec, axes)
 
 
 def undivided(spec: PartitionSpec, axis: str) -> PartitionSpec:
     """Return the spec of an array that is whole along a mesh axis."""
-    places = [tuple(a for a in (p if isinstance(p, tuple) else (p,)) if a not in (axis, None)) for p in spec]
-    return PartitionSpec(*(place[0] if len(place) == 1 else place or None for place in places))
+    entries = [tuple(a for a in (p if isinstance(p, tuple) else (p,)) if a not in (axis, None)) for p in spec]
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:

@@ -93,8 +93,8 @@ class _Stack:
     def add(self, name: str, path: str, layout: str, init: str, *axes: Axis, part: tuple[int, int] = (0, 1)) -> None:
         count = len(self.numbers)
         labels, sizes, pieces = zip(("layers", count, count), *axes)
-        name, where = f"{self.cfg.prefix}layers.{{layer}}.{name}", (self.path, *path.split("."))
-        self.table.append(Weight(name, where, sizes, labels, pieces, layout, init, self.numbers, part))  # type: ignore[arg-type]
+        name, tree_path = f"{self.cfg.prefix}layers.{{layer}}.{name}", (self.path, *path.split("."))
+        self.table.append(Weight(name, tree_path, sizes, labels, pieces, layout, init, self.numbers, part))  # type: ignore[arg-type]
 
     def linear(self, name: str, path: str, into: Axis, out: Axis, *, bias: bool = False) -> None:
         self.add(f"{name}.weight", f"{path}.kernel", "transposed", "normal", into, out)
@@ -159,8 +159,8 @@ class _Stack:
         else:
             f = ("ffn", cfg.intermediate_size, cfg.intermediate_size)
             for number, name in enumerate(("gate", "up")):
-                where = ("mlp.experts.gate_up_proj", f"mlp.{name}.kernel", "transposed", "normal")
-                self.add(*where, stack, d, f, part=(number, 2))
+                entry = ("mlp.experts.gate_up_proj", f"mlp.{name}.kernel", "transposed", "normal")
+                self.add(*entry, stack, d, f, part=(number, 2))
             self.add("mlp.experts.down_proj", "mlp.down.kernel", "transposed", "normal", stack, f, d)
         if experts.shared is not None:
             self.gated("mlp.shared_expert", "mlp.shared", d, experts.shared)
@@ -169,8 +169,8 @@ class _Stack:
     def gated(self, name: str, path: str, d: Axis, ffn: int, *stack: Axis) -> None:
         f = ("ffn", ffn, ffn)
         for part, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
-            where = (f"{name}.{part}_proj.weight", f"{path}.{part}.kernel", "transposed", "normal")
-            self.add(*where, *stack, into, out)
+            entry = (f"{name}.{part}_proj.weight", f"{path}.{part}.kernel", "transposed", "normal")
+            self.add(*entry, *stack, into, out)
 
 
 def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
@@ -257,9 +257,9 @@ def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DT
             x = x.astype(dtype)
         if "kv_heads" not in w.axes or times == 1:
             return x
-        at = w.axes.index("kv_heads")
-        heads = x.reshape(*x.shape[:at], cfg.num_key_value_heads, -1, *x.shape[at + 1 :])
-        return jnp.repeat(heads, times, axis=at).reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+        axis = w.axes.index("kv_heads")
+        heads = x.reshape(*x.shape[:axis], cfg.num_key_value_heads, -1, *x.shape[axis + 1 :])
+        return jnp.repeat(heads, times, axis=axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     return build_tree(cfg, leaf)
 
