@@ -56,27 +56,27 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     gives 0. Scores are [B, heads, N, M] at once: no blocking. Steps of int8 keys and values multiply scores and
     weights.
     """
-    rows, new, heads, width = q.shape
+    rows, length, heads, width = q.shape
     kv = segments[0].k.shape[0]
-    q = q.reshape(rows, new, kv, heads // kv, width).transpose(2, 0, 3, 1, 4)
-    scored = [_scores(q, s) for s in segments]
+    q = q.reshape(rows, length, kv, heads // kv, width).transpose(2, 0, 3, 1, 4)
+    segment_scores = [_scores(q, s) for s in segments]
     # One common peak: the softmax does not depend on it, so no gradient flows through it.
-    peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in scored]))
-    parts = [_weighted_values(scores, peak, s, q.dtype) for (scores, _), s in zip(scored, segments)]
+    peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in segment_scores]))
+    parts = [_weighted_values(scores, peak, s, q.dtype) for (scores, _), s in zip(segment_scores, segments)]
     total = reduce(jnp.add, [weight for weight, _ in parts])
     out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.transpose(1, 3, 0, 2, 4).reshape(rows, new, heads, width).astype(q.dtype)
+    return out.transpose(1, 3, 0, 2, 4).reshape(rows, length, heads, width).astype(q.dtype)
 
 
 def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
     """Return a function (stored keys and values, heads first, q, own k, own v) -> attention, causal for the new."""
-    new = valid.shape[1]
-    causal = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
+    length = valid.shape[1]
+    causal = valid[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
 
     def mix(stored: Sequence[tuple[Array, ...]], q: Array, k: Array, v: Array) -> Array:
-        earlier = tuple(Segment(k, v, mask, *steps) for (k, v, *steps), mask in zip(stored, masks))
-        return attend(q.astype(k.dtype), (*earlier, Segment.of(k, v, causal)))
+        stored_segments = tuple(Segment(k, v, mask, *steps) for (k, v, *steps), mask in zip(stored, masks))
+        return attend(q.astype(k.dtype), (*stored_segments, Segment.of(k, v, causal)))
 
     return mix
 
@@ -86,8 +86,8 @@ def _scores(
 ) -> tuple[Float[Array, "kv R g GN M"], Float[Array, "kv B g N"]]:
     """Compute the scores of one segment, lowest where masked, and their maximum per query."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    folded = _fold(q, segment.k.shape[1])
-    scores = _matmul(folded, segment.k.astype(q.dtype), accumulate)
+    queries = _fold(q, segment.k.shape[1])
+    scores = _matmul(queries, segment.k.astype(q.dtype), accumulate)
     scores = _in_steps(scores * jnp.asarray(q.shape[-1] ** -0.5, accumulate), segment, 0)
     scores = jnp.where(segment.mask[None, :, None], scores, jnp.finfo(accumulate).min)
     return scores, _unfold(scores.max(-1), q.shape[1])
@@ -114,19 +114,19 @@ def _matmul(
 ) -> Float[Array, "kv R g GN y"]:
     """Multiply once per key head and row over all its queries, batch axes first, which is fast on every backend."""
     kv, owners, group, queries, inner = a.shape
-    merged = a.reshape(kv, owners, group * queries, inner)
-    out = jnp.matmul(merged, b, preferred_element_type=accumulate)
+    flat = a.reshape(kv, owners, group * queries, inner)
+    out = jnp.matmul(flat, b, preferred_element_type=accumulate)
     return out.reshape(kv, owners, group, queries, b.shape[-1])
 
 
 def _fold(x: Float[Array, "kv B g N *rest"], owners: int) -> Float[Array, "kv R g GN *rest"]:
     """Put the queries of rows that share a segment side by side."""
-    kv, rows, group, new, *rest = x.shape
+    kv, rows, group, length, *rest = x.shape
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(kv, owners, share, group, new, *rest)
-    return jnp.moveaxis(split, 2, 3).reshape(kv, owners, group, share * new, *rest)
+    by_owner = x.reshape(kv, owners, share, group, length, *rest)
+    return jnp.moveaxis(by_owner, 2, 3).reshape(kv, owners, group, share * length, *rest)
 
 
 def _unfold(x: Float[Array, "kv R g GN *rest"], rows: int) -> Float[Array, "kv B g N *rest"]:
@@ -135,5 +135,5 @@ def _unfold(x: Float[Array, "kv R g GN *rest"], rows: int) -> Float[Array, "kv B
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(kv, owners, group, share, queries // share, *rest)
-    return jnp.moveaxis(split, 3, 2).reshape(kv, rows, group, queries // share, *rest)
+    by_owner = x.reshape(kv, owners, group, share, queries // share, *rest)
+    return jnp.moveaxis(by_owner, 3, 2).reshape(kv, rows, group, queries // share, *rest)

@@ -47,10 +47,10 @@ def device_tangent(
     interpret: bool,
 ) -> Float[Array, "B heads N h"]:
     """Compute one device's tangent, N and M in whole blocks: query i sees the keys up to i + ``offset`` of its id."""
-    rows, heads, new, width = q.shape
+    rows, heads, length, width = q.shape
     group = heads // k.shape[1]
     block_q = block_q if block_q * width * q.dtype.itemsize <= BLOCK_BYTES else LANES
-    pairs = visible_pairs(new // block_q, k.shape[2] // block_k, offset=offset, block_q=block_q, block_k=block_k)
+    pairs = visible_pairs(length // block_q, k.shape[2] // block_k, offset=offset, block_q=block_q, block_k=block_k)
     of_queries = pl.BlockSpec((1, 1, block_q, width), lambda row, head, at, pairs: (row, head, pairs[0, at], 0))
     of_keys = pl.BlockSpec(
         (1, 1, block_k, width), lambda row, head, at, pairs: (row, jax.lax.div(head, group), pairs[1, at], 0)
@@ -81,50 +81,50 @@ def device_tangent(
 
 def visible_pairs(queries: int, keys: int, *, offset: int, block_q: int, block_k: int) -> np.ndarray:
     """List which of so many blocks of queries sees which of keys: rows are these, and 1 at a block of queries' end."""
-    seen = [min((i * block_q + block_q - 1 + offset) // block_k, keys - 1) + 1 for i in range(queries)]
-    return np.array([(i, j, j == n - 1) for i, n in enumerate(seen) for j in range(n)], np.int32).T
+    visible = [min((i * block_q + block_q - 1 + offset) // block_k, keys - 1) + 1 for i in range(queries)]
+    return np.array([(i, j, j == n - 1) for i, n in enumerate(visible) for j in range(n)], np.int32).T
 
 
-def _kernel(pairs, q, k, v, ids_q, ids_k, out, dq, dk, dv, found, ids, top, total, change, moved, *, offset: int):
+def _kernel(pairs, q, k, v, ids_q, ids_k, out, dq, dk, dv, tangent, ids, top, total, change, value_sum, *, offset: int):
     """Add a block of keys to the sums of a block of queries, those of scores by lane, and divide them at the end."""
     (block_q, width), block_k = q.shape[2:], k.shape[2]
     score, weigh = (partial(product_of(q.dtype), axes) for axes in ("nh,mh->nm", "nm,mh->nh"))
     at = pl.program_id(2)
     i, j = pairs[0, at], pairs[1, at]
-    ahead = i * block_q + offset - j * block_k  # the last key of this block that the first query sees
+    last_key = i * block_q + offset - j * block_k  # the last key of this block that the first query sees
 
     @pl.when(j == 0)
     def _():
         ids[...] = jnp.broadcast_to(ids_q[0], (LANES, block_q)).T
         top[...] = jnp.full_like(top, LOWEST)  # in every lane
-        for x in (total, change, moved):
+        for x in (total, change, value_sum):
             x[...] = jnp.zeros_like(x)
 
     def add(*, crossed: bool) -> None:
-        seen = _wide(ids[...], block_k) == ids_k[0]
+        visible = _wide(ids[...], block_k) == ids_k[0]
         if crossed:
-            place = partial(jax.lax.broadcasted_iota, jnp.int32, (block_q, block_k))
-            seen &= place(1) - place(0) <= ahead
-        s = jnp.where(seen, score(q[0, 0], k[0, 0]), LOWEST)
+            index = partial(jax.lax.broadcasted_iota, jnp.int32, (block_q, block_k))
+            visible &= index(1) - index(0) <= last_key
+        s = jnp.where(visible, score(q[0, 0], k[0, 0]), LOWEST)
         ds = score(jnp.concatenate([dq[0, 0], q[0, 0]], 1), jnp.concatenate([k[0, 0], dk[0, 0]], 1))
-        after = jnp.maximum(top[...], s.max(1, keepdims=True))
-        scale = jnp.exp(top[...] - after)
-        e = jnp.exp(s - _wide(after, block_k))
-        top[...] = after
+        new_top = jnp.maximum(top[...], s.max(1, keepdims=True))
+        scale = jnp.exp(top[...] - new_top)
+        e = jnp.exp(s - _wide(new_top, block_k))
+        top[...] = new_top
         for sums, x in ((total, e), (change, e * ds)):
             sums[...] = sums[...] * scale + sum(x[:, n : n + LANES] for n in range(0, block_k, LANES))
-        new = weigh(e.astype(v.dtype), dv[0, 0]) + weigh((e * ds).astype(v.dtype), v[0, 0])
-        moved[...] = moved[...] * _wide(scale, width) + new
+        value = weigh(e.astype(v.dtype), dv[0, 0]) + weigh((e * ds).astype(v.dtype), v[0, 0])
+        value_sum[...] = value_sum[...] * _wide(scale, width) + value
 
-    below = ahead >= block_k - 1
-    pl.when(below)(partial(add, crossed=False))
-    pl.when(~below)(partial(add, crossed=True))
+    below_diagonal = last_key >= block_k - 1
+    pl.when(below_diagonal)(partial(add, crossed=False))
+    pl.when(~below_diagonal)(partial(add, crossed=True))
 
     @pl.when(pairs[2, at] == 1)
     def _():
-        one = 1 / total[...].sum(1, keepdims=True)
-        less = change[...].sum(1, keepdims=True) * one
-        found[0, 0] = (moved[...] * one - less * out[0, 0]).astype(found.dtype)
+        inverse = 1 / total[...].sum(1, keepdims=True)
+        mean_change = change[...].sum(1, keepdims=True) * inverse
+        tangent[0, 0] = (value_sum[...] * inverse - mean_change * out[0, 0]).astype(tangent.dtype)
 
 
 def _wide(x: Array, width: int) -> Array:

@@ -72,10 +72,10 @@ def padded_slots(slots: int) -> int:
 
 def padded(cache: DecodeCache) -> DecodeCache:
     """Return a cache with empty slots behind its own, up to whole blocks."""
-    more = padded_slots(cache.valid.shape[1]) - cache.valid.shape[1]
+    padding = padded_slots(cache.valid.shape[1]) - cache.valid.shape[1]
 
     def pad(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, more if at == axis else 0) for at in range(x.ndim)])
+        return jnp.pad(x, [(0, padding if at == axis else 0) for at in range(x.ndim)])
 
     return replace(cache, **each_array(cache, pad), valid=pad(cache.valid, 1))
 
@@ -120,19 +120,21 @@ def kernel_mixer(stores: Sequence[DecodeCache], alive: Bool[Array, "B 1"], mesh:
         kv, width = k.shape[2:]
         by_head = q.astype(k.dtype).reshape(rows, kv, -1, width).transpose(1, 0, 2, 3)
         product = product_of(k.dtype)
-        own = product("kbgh,bkh->kbg", by_head, k[:, 0])[..., None] * width**-0.5
-        seen = alive[:, None, None]
-        parts = [(v[:, 0].transpose(1, 0, 2)[:, :, None].astype(jnp.float32), jnp.where(seen, own, LOWEST), seen)]
+        own_scores = product("kbgh,bkh->kbg", by_head, k[:, 0])[..., None] * width**-0.5
+        mask = alive[:, None, None]
+        parts = [
+            (v[:, 0].transpose(1, 0, 2)[:, :, None].astype(jnp.float32), jnp.where(mask, own_scores, LOWEST), mask)
+        ]
         for store, schedule, number in zip(stores, schedules, numbers, strict=True):
-            folded = by_head.reshape(kv, _rows(store), -1, width)  # queries of rows that share, side by side
+            queries = by_head.reshape(kv, _rows(store), -1, width)  # queries of rows that share, side by side
             part = "rows" if store is stores[-1] else "prompts"
-            found = _read(folded, store, number, schedule, mesh, name=f"{NAME}_{part}")
-            value, stats = (x.reshape(kv, rows, -1, x.shape[-1]) for x in found)
+            partials = _read(queries, store, number, schedule, mesh, name=f"{NAME}_{part}")
+            value, stats = (x.reshape(kv, rows, -1, x.shape[-1]) for x in partials)
             parts.append((value, stats[..., :1], stats[..., 1:2]))
         peak = jnp.stack([top for _, top, _ in parts]).max(0)
-        scaled = [(value, jnp.exp(top - peak), total) for value, top, total in parts]
-        total = sum(total * scale for _, scale, total in scaled)
-        out = sum(value * jnp.where(seen, scale, 0.0) for value, scale, _ in scaled)
+        scaled_parts = [(value, jnp.exp(top - peak), total) for value, top, total in parts]
+        total = sum(total * scale for _, scale, total in scaled_parts)
+        out = sum(value * jnp.where(mask, scale, 0.0) for value, scale, _ in scaled_parts)
         out = out / jnp.where(total > 0, total, 1.0)
         return out.transpose(1, 0, 2, 3).reshape(q.shape).astype(k.dtype)
 
@@ -152,8 +154,8 @@ def _row_bytes(kv: int, width: int, dtype: DTypeLike) -> int:
 
 def tile_rows(rows: int, kv: int, width: int, dtype: DTypeLike) -> int:
     """Return the rows of a tile: the largest divisor of ``rows`` whose block has at most ``TILE_BYTES``."""
-    most = max(TILE_BYTES // _row_bytes(kv, width, dtype), 1)
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
+    limit = max(TILE_BYTES // _row_bytes(kv, width, dtype), 1)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= limit)
 
 
 def _parts(mesh: Mesh) -> int:
@@ -166,19 +168,19 @@ def _row_spec(mesh: Mesh) -> Any:
 
 
 def _schedule(store: DecodeCache, alive: Bool[Array, "R"], mesh: Mesh) -> Schedule:
-    rows, held, parts = _rows(store), store.valid.shape[0], _parts(mesh)
-    spread = store.window is None or rows == held or store.window.blocks % parts == 0
-    if rows % parts or held % parts or not spread:
+    rows, cache_rows, parts = _rows(store), store.valid.shape[0], _parts(mesh)
+    even = store.window is None or rows == cache_rows or store.window.blocks % parts == 0
+    if rows % parts or cache_rows % parts or not even:
         raise ValueError(
-            f"decode: kernel runs on the rows of each of {parts} devices, got {rows} of {held} rows; use "
+            f"decode: kernel runs on the rows of each of {parts} devices, got {rows} of {cache_rows} rows; use "
             "numbers that they divide, or plain"
         )
     kv, width = store.v.shape[1] // mesh.shape.get(HEADS, 1), store.v.shape[-1]
     tile = tile_rows(rows // parts, kv, width, store.v.dtype)
     make = partial(schedule, tile=tile, blocks=store.v.shape[3] // SLOTS)
     row = PartitionSpec(_row_spec(mesh))
-    divided = jax.shard_map(make, mesh=mesh, in_specs=(row, row), out_specs=row, check_vma=False)
-    return divided(written(store), alive)
+    sharded_schedule = jax.shard_map(make, mesh=mesh, in_specs=(row, row), out_specs=row, check_vma=False)
+    return sharded_schedule(written(store), alive)
 
 
 def schedule(valid: Bool[Array, "R C"], alive: Bool[Array, "R"], *, tile: int, blocks: int) -> Schedule:
@@ -203,24 +205,24 @@ def _read(
     row, window = _row_spec(mesh), store.window
     heads = HEADS if HEADS in mesh.axis_names else None
     cache, queries = PartitionSpec(None, heads, row), PartitionSpec(heads, row)
-    own, held, parts = _rows(store), store.valid.shape[0], _parts(mesh)
+    rows, cache_rows, parts = _rows(store), store.valid.shape[0], _parts(mesh)
     arrays = [*each_array(store, lambda x, _: x).values()]
-    blocks = 1 if window is None or own == held else window.blocks // parts
+    blocks = 1 if window is None or rows == cache_rows else window.blocks // parts
     on_device = partial(
         device_kernel,
         name=name,
-        span=own // parts // blocks,
-        stride=held // parts // blocks,
+        span=rows // parts // blocks,
+        stride=cache_rows // parts // blocks,
         interpret=mesh.devices.flat[0].platform != "tpu",
     )
-    divided = jax.shard_map(
+    sharded_read = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec(row), queries, *[cache] * len(arrays)),
         out_specs=queries,
         check_vma=False,
     )
-    return divided(jnp.reshape(number, (1,)).astype(jnp.int32), plan, q, *arrays)
+    return sharded_read(jnp.reshape(number, (1,)).astype(jnp.int32), plan, q, *arrays)
 
 
 def device_kernel(
@@ -242,16 +244,16 @@ def device_kernel(
     tile = rows // count
     size = tile * _row_bytes(kv, width, k.dtype)
     depth = max(min(BUFFERS // size, DEPTH), 2)
-    together = max(n for n in range(1, tile + 1) if tile % n == 0 and (n == 1 or kv * n * -(-queries // 8) <= 16))
+    rows_at_once = max(n for n in range(1, tile + 1) if tile % n == 0 and (n == 1 or kv * n * -(-queries // 8) <= 16))
     cores = 2 if count % 2 == 0 else 1
 
     def kernel(number, start, end, first, tiles, blocks, q, *refs):
         n = len(arrays)
-        stored, (out, stats, totals), buffers, arrived = refs[:n], refs[n : n + 3], refs[n + 3 : -1], refs[-1]
+        cache_refs, (out, stats, totals), buffers, semaphores = refs[:n], refs[n : n + 3], refs[n + 3 : -1], refs[-1]
         core, step = pl.program_id(0), pl.program_id(1)
-        each = count // cores
-        at = core * each + step
-        begin, stop = first[core * each], first[(core + 1) * each]
+        per_core = count // cores
+        at = core * per_core + step
+        begin, stop = first[core * per_core], first[(core + 1) * per_core]
 
         def by_row(body: Callable[[Any, Any], Any]) -> None:
             jax.lax.fori_loop(0, tile, body, 0, unroll=not interpret)
@@ -263,19 +265,19 @@ def device_kernel(
 
             def of_row(j: Any, carry: Any) -> Any:
                 row = tiles[pair] * tile + j
-                here = row if span == stride else jax.lax.div(row, span) * stride + jax.lax.rem(row, span)
+                cache_row = row if span == stride else jax.lax.div(row, span) * stride + jax.lax.rem(row, span)
 
                 @pl.when((start[row] < (block + 1) * SLOTS) & (end[row] > block * SLOTS))
                 def _():
-                    for ref, buffer, axis in zip(stored, buffers, SLOT_AXES.values()):
-                        source = ref.at[(number[0], slice(None), here, *[slice(None)] * (axis - 3), slots)]
-                        do(pltpu.make_async_copy(source, buffer.at[slot, :, j], arrived.at[slot]))
+                    for ref, buffer, axis in zip(cache_refs, buffers, SLOT_AXES.values()):
+                        source = ref.at[(number[0], slice(None), cache_row, *[slice(None)] * (axis - 3), slots)]
+                        do(pltpu.make_async_copy(source, buffer.at[slot, :, j], semaphores.at[slot]))
 
                 return carry
 
             by_row(of_row)
 
-        def ahead(pair: Any) -> None:
+        def prefetch(pair: Any) -> None:
             pl.when(pair < stop)(lambda: copies(pair, lambda copy: copy.start()))
 
         @pl.when(step == 0)
@@ -283,23 +285,23 @@ def device_kernel(
             # What no copy fills has weight 0, and must be a number: of int8 it is, but its steps need not be.
             buffers[-1][...] = jnp.zeros_like(buffers[-1])
             for n in range(depth - 1):
-                ahead(begin + n)
+                prefetch(begin + n)
 
         out[...], totals[...] = jnp.zeros_like(out), jnp.zeros_like(totals)
         stats[...] = jnp.full_like(stats, LOWEST)  # the maximum so far, in every lane
         lane = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, SLOTS), 3)
 
         def body(pair: Any, carry: Any) -> Any:
-            ahead(pair + depth - 1)
+            prefetch(pair + depth - 1)
             copies(pair, lambda copy: copy.wait())
             slot, slots = jax.lax.rem(pair, depth), blocks[pair] * SLOTS + lane
-            for low in range(0, tile, together):
-                part = pl.ds(low, together)
-                own = [at * tile + low + j for j in range(together)]
-                seen = jnp.concatenate([(slots >= start[row]) & (slots < end[row]) for row in own], axis=1)
-                new = [buffer[slot, :, part] for buffer in buffers]
-                joined = _joined(q[:, part], out[:, part], stats[:, part], totals[:, part], seen, *new)
-                for ref, x in zip((out, stats, totals), joined):
+            for low in range(0, tile, rows_at_once):
+                part = pl.ds(low, rows_at_once)
+                row_numbers = [at * tile + low + j for j in range(rows_at_once)]
+                visible = jnp.concatenate([(slots >= start[row]) & (slots < end[row]) for row in row_numbers], axis=1)
+                cache_block = [buffer[slot, :, part] for buffer in buffers]
+                sums = _joined(q[:, part], out[:, part], stats[:, part], totals[:, part], visible, *cache_block)
+                for ref, x in zip((out, stats, totals), sums):
                     ref[:, part] = x
             return carry
 
@@ -310,11 +312,11 @@ def device_kernel(
     def by_tile(*last: int) -> pl.BlockSpec:
         return pl.BlockSpec((kv, tile, *last), lambda core, step, *_: (0, core * (count // cores) + step, 0, 0))
 
-    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    any_memory = pl.BlockSpec(memory_space=pl.ANY)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=6,
         grid=(cores, count // cores),
-        in_specs=[by_tile(queries, width), *[everywhere] * len(arrays)],
+        in_specs=[by_tile(queries, width), *[any_memory] * len(arrays)],
         out_specs=[by_tile(queries, width), by_tile(queries, SLOTS)],
         scratch_shapes=[
             pltpu.VMEM((kv, tile, queries, SLOTS), jnp.float32),
@@ -340,7 +342,7 @@ def _joined(
     value: Float[Array, "kv r n h"],
     top: Float[Array, "kv r n 128"],
     total: Float[Array, "kv r n 128"],
-    seen: Bool[Array, "#kv r #n 128"],
+    visible: Bool[Array, "#kv r #n 128"],
     k: Real[Array, "kv r h 128"],
     v: Real[Array, "kv r 128 h"],
     *steps: Float[Array, "kv r 2 128"],
@@ -355,10 +357,10 @@ def _joined(
     def in_steps(x: Array, of: int) -> Array:
         return x * steps[0][:, :, of : of + 1].astype(x.dtype) if steps else x
 
-    scores = jnp.where(seen, in_steps(product(q, k.astype(q.dtype)) * width**-0.5, 0), LOWEST)
-    after = jnp.maximum(top, scores.max(-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - after), 0.0)
-    scale = jnp.exp(top - after)
-    wide = scale[..., :width] if width <= SLOTS else jnp.concatenate([scale] * (width // SLOTS), axis=-1)
-    added = product(in_steps(weights, 1).astype(q.dtype), v.astype(q.dtype))
-    return value * wide + added, after, total * scale + weights
+    scores = jnp.where(visible, in_steps(product(q, k.astype(q.dtype)) * width**-0.5, 0), LOWEST)
+    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - new_top), 0.0)
+    scale = jnp.exp(top - new_top)
+    wide_scale = scale[..., :width] if width <= SLOTS else jnp.concatenate([scale] * (width // SLOTS), axis=-1)
+    block_value = product(in_steps(weights, 1).astype(q.dtype), v.astype(q.dtype))
+    return value * wide_scale + block_value, new_top, total * scale + weights

@@ -29,8 +29,8 @@ SLOT_AXES = {"k": 4, "v": 3, "steps": 4}
 
 def each_array(cache: DecodeCache, change: Callable[[Array, int], Array]) -> dict[str, Array]:
     """Apply ``change`` to keys, values and steps, each with its axis of slots."""
-    held = {name: (getattr(cache, name), axis) for name, axis in SLOT_AXES.items()}
-    return {name: change(x, axis) for name, (x, axis) in held.items() if x is not None}
+    arrays = {name: (getattr(cache, name), axis) for name, axis in SLOT_AXES.items()}
+    return {name: change(x, axis) for name, (x, axis) in arrays.items() if x is not None}
 
 
 def rounded(k: Float[Array, "L kv b h N"], v: Float[Array, "L kv b N h"]) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def rounded(k: Float[Array, "L kv b h N"], v: Float[Array, "L kv b N h"]) -> dic
         step = jax.lax.reduce_precision(jnp.max(jnp.abs(wide), axis, keepdims=True) / 127, 8, 7)
         return jnp.round(wide / jnp.where(step == 0, 1, step)).astype(jnp.int8), step.astype(jnp.bfloat16)
 
-    (k, of_keys), (v, of_values) = one(k, 3), one(v, 4)
-    return {"k": k, "v": v, "steps": jnp.concatenate([of_keys, of_values.swapaxes(3, 4)], axis=3)}
+    (k, k_steps), (v, v_steps) = one(k, 3), one(v, 4)
+    return {"k": k, "v": v, "steps": jnp.concatenate([k_steps, v_steps.swapaxes(3, 4)], axis=3)}
 
 
 def heads_first(cache: KVCache, *, int8: bool = False) -> DecodeCache:
@@ -68,8 +68,10 @@ def begun(cache: DecodeCache, prefix: DecodeCache | None) -> DecodeCache:
     """Return a cache in which rows without a token have the state of their prefix, so that no step looks for it."""
     if cache.state is None or cache.begun:
         return cache
-    before = None if prefix is None else prefix.state
-    state = state_before(cache.state, written(cache).any(1), before, jax.tree.map(jnp.zeros_like, cache.state), axis=1)
+    prefix_state = None if prefix is None else prefix.state
+    state = state_before(
+        cache.state, written(cache).any(1), prefix_state, jax.tree.map(jnp.zeros_like, cache.state), axis=1
+    )
     return replace(cache, state=state, begun=True)
 
 
@@ -87,12 +89,12 @@ def state_before(
     one layer's state, 1 in all layers'.
     """
     rows = empty.tail.shape[axis]
-    before = empty
+    start = empty
     if prefix is not None:
-        before = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[axis], axis=axis), prefix)
+        start = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[axis], axis=axis), prefix)
     if stored is None or begun is None:
-        return before
-    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y), stored, before)
+        return start
+    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - axis - 1)), x, y), stored, start)
 
 
 def closed(cache: DecodeCache, part: DecodeCache) -> DecodeCache:
@@ -109,11 +111,11 @@ def layer(cache: DecodeCache, number: Int[Array, ""]) -> tuple[Array, ...]:
     def read(x: Array, axis: int) -> Array:
         if window is None:
             return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-        split = _blocks(x, 2, window)
-        sizes = [1, *split.shape[1:]]
+        blocks = _blocks(x, 2, window)
+        sizes = [1, *blocks.shape[1:]]
         sizes[3], sizes[axis + 1] = window.rows, window.slots
         zero = jnp.zeros_like(number)
-        part = jax.lax.dynamic_slice(split, (number, *[zero] * (split.ndim - 1)), sizes)
+        part = jax.lax.dynamic_slice(blocks, (number, *[zero] * (blocks.ndim - 1)), sizes)
         return part.reshape(part.shape[1], -1, *part.shape[4:])
 
     return tuple(each_array(cache, read).values())
@@ -132,16 +134,16 @@ def append(
 ) -> DecodeCache:
     """Write all layers' new keys and values behind those that are there, touching no other slot."""
     window = cache.window or Window(1, valid.shape[0], cache.valid.shape[1])
-    new = {"k": k, "v": v} if cache.steps is None else rounded(k, v)
+    arrays = {"k": k, "v": v} if cache.steps is None else rounded(k, v)
 
-    def write(x: Array, new: Array, rows: int, slots: int) -> Array:
-        split, at = _blocks(x, rows, window), [jnp.zeros_like(cache.length)] * (x.ndim + 1)
+    def write(x: Array, update: Array, rows: int, slots: int) -> Array:
+        blocks, at = _blocks(x, rows, window), [jnp.zeros_like(cache.length)] * (x.ndim + 1)
         at[slots + 1] = cache.length
-        return jax.lax.dynamic_update_slice(split, _blocks(new, rows, window), at).reshape(x.shape)
+        return jax.lax.dynamic_update_slice(blocks, _blocks(update, rows, window), at).reshape(x.shape)
 
     return replace(
         cache,
-        **{name: write(getattr(cache, name), x, 2, SLOT_AXES[name]) for name, x in new.items()},
+        **{name: write(getattr(cache, name), x, 2, SLOT_AXES[name]) for name, x in arrays.items()},
         valid=write(cache.valid, valid, 0, 1),
         length=cache.length + valid.shape[1],
     )
@@ -174,8 +176,8 @@ def taken(x: Array, rows: Int[Array, "*D r"], *, axis: int) -> Array:
     """Take rows of one array: with ``rows`` [D, r] block d of the result from block d, by the number within it."""
     if rows.ndim == 1 or rows.shape[0] == 1:
         return jnp.take(x, rows.reshape(-1), axis=axis, mode="clip")
-    split = x.reshape(*x.shape[:axis], rows.shape[0], -1, *x.shape[axis + 1 :])
-    out = jax.vmap(partial(jnp.take, axis=axis, mode="clip"), in_axes=(axis, 0), out_axes=axis)(split, rows)
+    blocks = x.reshape(*x.shape[:axis], rows.shape[0], -1, *x.shape[axis + 1 :])
+    out = jax.vmap(partial(jnp.take, axis=axis, mode="clip"), in_axes=(axis, 0), out_axes=axis)(blocks, rows)
     return out.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
@@ -185,10 +187,10 @@ def moved(
     """Take all rows of an array [L, ...] anew and move slots forward by ``drop``, layer by layer in the same memory."""
 
     def one(number: Array, x: Array) -> Array:
-        new = taken(jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows, axis=axis - 1)
+        layer_rows = taken(jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows, axis=axis - 1)
         if slots is not None and drop is not None:
-            new = jnp.roll(new, -drop, axis=slots - 1)
-        return jax.lax.dynamic_update_index_in_dim(x, new, number, axis=0)
+            layer_rows = jnp.roll(layer_rows, -drop, axis=slots - 1)
+        return jax.lax.dynamic_update_index_in_dim(x, layer_rows, number, axis=0)
 
     return jax.lax.fori_loop(0, x.shape[0], one, x)
 
@@ -212,7 +214,7 @@ def _first_rows(x: Array, *, axis: int, window: Window) -> Array:
     return part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _with_first_rows(x: Array, new: Array, *, axis: int, window: Window) -> Array:
+def _with_first_rows(x: Array, update: Array, *, axis: int, window: Window) -> Array:
     """Write the window's rows of an array."""
-    split = jax.lax.dynamic_update_slice_in_dim(_blocks(x, axis, window), _blocks(new, axis, window), 0, axis + 1)
-    return split.reshape(x.shape)
+    blocks = jax.lax.dynamic_update_slice_in_dim(_blocks(x, axis, window), _blocks(update, axis, window), 0, axis + 1)
+    return blocks.reshape(x.shape)

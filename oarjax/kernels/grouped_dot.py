@@ -68,15 +68,17 @@ def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array
     left, right = _same_dtype(left, right)
     rows, groups = left.shape[0], sizes.shape[0]
     block = min(BLOCK, rows)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    sum_dtype = jnp.promote_types(dtype, jnp.float32)
 
     def product(begin: Array, end: Array) -> Array:
-        first = jnp.minimum(begin, rows - block)  # a block at the end of all rows begins earlier, with rows of no use
-        at = first + jnp.arange(block)
-        x, y = (jax.lax.dynamic_slice_in_dim(z, first, block) for z in (left, right))
-        used = jnp.where(((begin <= at) & (at < end))[:, None], x, 0)
-        over = (((0,), (0,)), ((), ()))
-        return jax.lax.dot_general(used, y, over, precision=precision_of(left.dtype), preferred_element_type=wide)
+        start = jnp.minimum(begin, rows - block)  # a block at the end of all rows begins earlier, with rows of no use
+        at = start + jnp.arange(block)
+        x, y = (jax.lax.dynamic_slice_in_dim(z, start, block) for z in (left, right))
+        block_rows = jnp.where(((begin <= at) & (at < end))[:, None], x, 0)
+        dimension_numbers = (((0,), (0,)), ((), ()))
+        return jax.lax.dot_general(
+            block_rows, y, dimension_numbers, precision=precision_of(left.dtype), preferred_element_type=sum_dtype
+        )
 
     def outer(group: tuple[Array, Array]) -> Array:
         begin, end = group
@@ -171,16 +173,16 @@ def _own_groups(sizes: Array, rows: int) -> Array:
 def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
     copies, (rows, matrices, sizes) = _copies(args, dims), args
     if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: put them side by side
-        beside = jnp.moveaxis(rows, dims[0], 1)
-        out = _rows.bind(_merged(beside), matrices, sizes * copies, dtype=dtype)
-        return out.reshape(*beside.shape[:2], -1), 1
+        interleaved = jnp.moveaxis(rows, dims[0], 1)
+        out = _rows.bind(_merged(interleaved), matrices, sizes * copies, dtype=dtype)
+        return out.reshape(*interleaved.shape[:2], -1), 1
     rows, sizes = _first(rows, dims[0], copies), _first(sizes, dims[2], copies)
     if dims[1] is not None:  # own matrices: own groups
         matrices, order = _merged(_first(matrices, dims[1], copies)), _own_groups(sizes, rows.shape[1])
-        joined = sizes.reshape(-1)
+        group_sizes = sizes.reshape(-1)
     else:
-        order, joined = jnp.argsort(_groups(sizes, rows.shape[1]).reshape(-1), stable=True), sizes.sum(0)
-    out = _rows.bind(_merged(rows)[order], matrices, joined, dtype=dtype)
+        order, group_sizes = jnp.argsort(_groups(sizes, rows.shape[1]).reshape(-1), stable=True), sizes.sum(0)
+    out = _rows.bind(_merged(rows)[order], matrices, group_sizes, dtype=dtype)
     return out[jnp.argsort(order)].reshape(*rows.shape[:2], -1), 0
 
 

@@ -31,34 +31,38 @@ def linear_pair(
 
     Neither function may close over traced values; pass them as ``residuals``.
     """
-    return _pair.bind(*residuals, *tangents, push=push, pull=pull, held=len(residuals))
+    return _pair.bind(*residuals, *tangents, push=push, pull=pull, residual_count=len(residuals))
 
 
 @_pair.def_impl
-def _call(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+def _call(*args: Any, push: Linear, pull: Linear, residual_count: int) -> list[Any]:
     return list(push(*args))
 
 
 @_pair.def_abstract_eval
-def _shapes(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+def _shapes(*args: Any, push: Linear, pull: Linear, residual_count: int) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     return [ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(push, *shapes)]
 
 
-def _transpose(cotangents: Any, *args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+def _transpose(cotangents: Any, *args: Any, push: Linear, pull: Linear, residual_count: int) -> list[Any]:
     dense = [ad.instantiate_zeros(ct) for ct in cotangents]
-    return [None] * held + _pair.bind(*args[:held], *dense, push=pull, pull=push, held=held)
+    return [None] * residual_count + _pair.bind(
+        *args[:residual_count], *dense, push=pull, pull=push, residual_count=residual_count
+    )
 
 
-def _batch(args: Any, dims: Any, *, push: Linear, pull: Linear, held: int) -> tuple[list[Any], list[int]]:
+def _batch(args: Any, dims: Any, *, push: Linear, pull: Linear, residual_count: int) -> tuple[list[Any], list[int]]:
     """Batch the linear arguments along a new first axis; residuals keep the axis they have, if any."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     linear = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(args[held:], dims[held:])
+        for a, d in zip(args[residual_count:], dims[residual_count:])
     ]
-    mapped = partial(_mapped, in_axes=tuple(dims[:held]))
-    out = _pair.bind(*args[:held], *linear, push=mapped(push), pull=mapped(pull), held=held)
+    mapped = partial(_mapped, in_axes=tuple(dims[:residual_count]))
+    out = _pair.bind(
+        *args[:residual_count], *linear, push=mapped(push), pull=mapped(pull), residual_count=residual_count
+    )
     return out, [0] * len(out)
 
 

@@ -27,11 +27,11 @@ def kept(x: Array, where: str) -> Array:
 
 def rematerialised(body: Callable[..., Any], *, remat: Remat) -> Callable[..., Any]:
     """Return the body of a scan over layers, recomputed in the backward pass according to ``remat``."""
-    named = jax.checkpoint_policies.save_only_these_names
+    save_only = jax.checkpoint_policies.save_only_these_names
     policies = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "projections": named(ATTENTION, FED),
-        "attention": named(ATTENTION),
+        "projections": save_only(ATTENTION, FED),
+        "attention": save_only(ATTENTION),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
     # Inside a scan the loop itself keeps XLA from undoing the recomputation.

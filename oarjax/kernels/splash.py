@@ -72,29 +72,29 @@ def splash(
     Raises:
         ValueError: "tensor" does not divide the heads, or float64.
     """
-    rows, new, heads, width = q.shape
+    rows, queries, heads, width = q.shape
     keys, kv = k.shape[1:3]
     check_splash(heads, k.dtype, mesh, kernel)
     tensor = mesh.shape.get(HEADS, 1)
     repeats = _key_repeats(heads, kv, tensor)
-    sees = jnp.cumsum(valid, axis=1)[:, keys - new :] > 0
+    has_key = jnp.cumsum(valid, axis=1)[:, keys - queries :] > 0
     # Equal ids see each other: 1 for real keys and queries that see one. Padding sees padding, so no softmax is empty.
-    ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
+    ids_q, ids_k = has_key.astype(jnp.int32), valid.astype(jnp.int32)
     parts = mesh.size // tensor
-    block_q, block_k = blocks or ((block_of(new), block_of(keys)) if kernel == "splash" else (LANES, LANES))
+    block_q, block_k = blocks or ((block_of(queries), block_of(keys)) if kernel == "splash" else (LANES, LANES))
 
     def heads_first(x: Array, block: int) -> Array:
         return _pad(x.transpose(0, 2, 1, 3), (parts, 1, block, 1))
 
-    scaled = (q * jnp.asarray(width**-0.5, q.dtype)).astype(k.dtype)
-    out = _attention(mesh, keys - new, block_q, block_k, kernel)(
-        heads_first(scaled, block_q),
+    scaled_q = (q * jnp.asarray(width**-0.5, q.dtype)).astype(k.dtype)
+    out = _attention(mesh, keys - queries, block_q, block_k, kernel)(
+        heads_first(scaled_q, block_q),
         heads_first(jnp.repeat(k, repeats, axis=2), block_k),
         heads_first(jnp.repeat(v, repeats, axis=2), block_k),
         _pad(ids_q, (parts, block_q)),
         _pad(ids_k, (parts, block_k)),
     )
-    return out[:rows, :, :new].transpose(0, 2, 1, 3)
+    return out[:rows, :, :queries].transpose(0, 2, 1, 3)
 
 
 def causal_mixer(
@@ -103,16 +103,16 @@ def causal_mixer(
     """Return a function (stored keys and values, q, own k, own v) -> attention, causal among the new."""
     rows = valid.shape[0]
 
-    def joined(parts: Sequence[Array], new: Array) -> Array:
+    def join(parts: Sequence[Array], new: Array) -> Array:
         """Put the stored before the new; what several rows share is repeated, for one layer at a time."""
-        each = (x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0) for x in parts)
-        return jnp.concatenate([*each, new], axis=1)
+        repeated = (x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0) for x in parts)
+        return jnp.concatenate([*repeated, new], axis=1)
 
-    seen = joined(written, valid)
+    valid_keys = join(written, valid)
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
-        keys, values = joined([each for each, _ in stored], k), joined([each for _, each in stored], v)
-        return splash(q, keys, values, seen, mesh=mesh, kernel=kernel)
+        keys, values = join([key for key, _ in stored], k), join([value for _, value in stored], v)
+        return splash(q, keys, values, valid_keys, mesh=mesh, kernel=kernel)
 
     return mix
 
@@ -137,17 +137,17 @@ def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh, kernel: BlockedKind =
 def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: BlockedKind) -> Any:
     """Return a function (q [B heads N h], k, v [B kv M h], ids of q [B N], of k [B M]) -> [B heads N h], all padded."""
     row = tuple(axis for axis in mesh.axis_names if axis != HEADS)
-    whole = PartitionSpec(row, HEADS if HEADS in mesh.axis_names else None)
+    heads = PartitionSpec(row, HEADS if HEADS in mesh.axis_names else None)
     ids = PartitionSpec(row)
-    specs = (whole, whole, whole, ids, ids)
+    specs = (heads, heads, heads, ids, ids)
     # Everything outside the kernels is plain XLA, so only the kernels depend on the platform.
     interpret = mesh.devices.flat[0].platform != "tpu"
     sizes: Any = {"block_q": block_q, "block_k": block_k, "interpret": interpret}
     on_device = {"splash": partial(device_kernel, **sizes), "blocked": blocked_kernel, "cudnn": cudnn_kernel}[kernel]
-    divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
+    divide = partial(jax.shard_map, mesh=mesh, out_specs=heads, check_vma=False)
     forward: Any = divide(partial(on_device, offset=offset), in_specs=specs)
     push_on_device = partial(device_tangent, **sizes) if kernel == "splash" else _push
-    push: Any = divide(partial(push_on_device, offset=offset), in_specs=(*specs, *(whole,) * 4))
+    push: Any = divide(partial(push_on_device, offset=offset), in_specs=(*specs, *(heads,) * 4))
     attention = jax.custom_jvp(forward)
 
     @attention.defjvp
@@ -265,9 +265,9 @@ def _push(
     def tangent_of(first: Array, ids: Array, q: Array, out: Array, dq: Array) -> Array:
         p = _probabilities(first + offset, ids, q, k, ids_k)
         change = p * (product("bkgnh,bkmh->bkgnm", dq, k) + product("bkgnh,bkmh->bkgnm", q, dk))
-        moved = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
-        moved += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
-        return (moved - change.sum(-1, keepdims=True) * out).astype(out.dtype)
+        tangent = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
+        tangent += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
+        return (tangent - change.sum(-1, keepdims=True) * out).astype(out.dtype)
 
     return _by_block(tangent_of, k.shape[1], ids_q, q, out, dq)
 
@@ -280,9 +280,9 @@ def _probabilities(
     ids_k: Int[Array, "B M"],
 ) -> Float[Array, "B kv group block M"]:
     """Compute the softmax of a block of queries, the first of which may see the keys up to ``first``."""
-    seen = first + jnp.arange(ids.shape[1])[:, None] >= jnp.arange(k.shape[2])
-    seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
-    scores = jnp.where(seen, product_of(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
+    visible = first + jnp.arange(ids.shape[1])[:, None] >= jnp.arange(k.shape[2])
+    visible = (visible & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
+    scores = jnp.where(visible, product_of(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
 
 
@@ -290,12 +290,12 @@ def _by_block(
     f: Callable[..., Array], kv: int, ids_q: Int[Array, "B N"], *queries: Float[Array, "B heads N h"]
 ) -> Float[Array, "B heads N h"]:
     """Map (first query, ids [B, block], *queries [B, kv, group, block, h]) -> array like q over blocks of queries."""
-    rows, heads, new, width = queries[0].shape
-    blocks = new // LANES
+    rows, heads, length, width = queries[0].shape
+    blocks = length // LANES
     ids = jnp.moveaxis(ids_q.reshape(rows, blocks, LANES), 1, 0)
     parts = [jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0) for x in queries]
     out = jax.lax.map(lambda block: f(*block), (jnp.arange(blocks) * LANES, ids, *parts))
-    return jnp.moveaxis(out, 0, 3).reshape(rows, heads, new, width)
+    return jnp.moveaxis(out, 0, 3).reshape(rows, heads, length, width)
 
 
 def _key_repeats(heads: int, kv: int, tensor: int) -> int:
