@@ -91,8 +91,8 @@ def split_advantages(
     With p the probability of the one accepted answer given all before it, E[R | that] = p: the reasoning's tokens are
     credited with p less a baseline and these with R - p, whose sum is unbiased. A row that was cut off keeps its own.
     """
-    following = jnp.pad(completion[:, 1:], ((0, 0), (0, 1)))
-    stop = completion & ~following & ended[:, None]
+    continues = jnp.pad(completion[:, 1:], ((0, 0), (0, 1)))
+    stop = completion & ~continues & ended[:, None]
     from_answer = jnp.where(jnp.any(answer, axis=1, keepdims=True), jnp.cumsum(answer, axis=1) > 0, stop)
     return jnp.where(from_answer & completion, late[:, None], advantages)
 
@@ -128,18 +128,18 @@ def taught_advantages(
     """Add what the reference says of each token, where ``loss.kl_in`` is token."""
     if loss.kl_in != "token":
         return advantages
-    both: Any = scores.old_logps, scores.ref_logps  # such a loss has had both computed
-    drawn, taught = (jnp.where(completion, x, 0) for x in both)
-    return advantages + distillation_advantages(drawn, taught, weight=loss.kl_beta)
+    logps: Any = scores.old_logps, scores.ref_logps  # such a loss has had both computed
+    policy_logps, ref_logps = (jnp.where(completion, x, 0) for x in logps)
+    return advantages + distillation_advantages(policy_logps, ref_logps, weight=loss.kl_beta)
 
 
 def bound_kl_penalty(
     beta: float,
 ) -> Callable[[Float[Array, "B"], Rollout, Float[Array, "B T"]], Float[Array, "B"]]:
     """Return a function (rewards, rollout, reference log-probs) -> rewards minus the KL term of ``loss.kl_in``."""
-    after = partial(reward_after_kl, beta=beta)
+    subtract_kl = partial(reward_after_kl, beta=beta)
 
     def penalise(rewards: Float[Array, "B"], rollout: Rollout, ref_logps: Float[Array, "B T"]) -> Float[Array, "B"]:
-        return after(rewards, rollout.behaviour_logps, ref_logps, rollout.completion)
+        return subtract_kl(rewards, rollout.behaviour_logps, ref_logps, rollout.completion)
 
     return penalise

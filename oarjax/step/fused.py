@@ -50,7 +50,7 @@ def fuses(update: UpdateConfig, credit: ResolvedMethod, *, kl_beta: float, exper
     """
     method = credit.method
     shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
-    alone = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
+    row_local = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
     return (
         update.fused == "auto"
         and not experts
@@ -58,7 +58,7 @@ def fuses(update: UpdateConfig, credit: ResolvedMethod, *, kl_beta: float, exper
         and kl_beta == 0
         and credit.settings.answer.source == "own"
         and shares
-        and alone
+        and row_local
         and (update.skip_zero_variance or update.refills > 0)
     )
 
@@ -102,7 +102,7 @@ class FusedPass:
         keys = row_keys(noise_key, rows.numbers)
         scores = Scores(None, None, self.importance(params_of(state.params), shared.linear, r, rows.span, keys, probe))
         single = partial(jax.tree.map, lambda x: x[None])
-        shaped, metrics = self.credit(single(scores), single(rows), single(graded), order_key, 1)
+        credit, metrics = self.credit(single(scores), single(rows), single(graded), order_key, 1)
 
         def total(params: Params, hidden: Float[Array, "b T D"]) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
             ids = r.tokens[:, -length:]
@@ -111,7 +111,7 @@ class FusedPass:
                 tokens=r.tokens,
                 valid=r.valid,
                 completion=graded.completion,
-                advantages=shaped.advantages[0],
+                advantages=credit.advantages[0],
                 old_logps=None,
                 ref_logps=None,
                 behaviour_logps=sampler_logps(self.off_policy, r),
@@ -121,19 +121,19 @@ class FusedPass:
             return mean.total, (mean, metrics)
 
         by_both = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
-        (_, (mean, measured)), (by_head, by_hidden) = by_both(state.params, shared.linear.hidden)
+        (_, (mean, loss_metrics)), (by_head, by_hidden) = by_both(state.params, shared.linear.hidden)
         grads = jax.tree.map(jnp.add, by_head, shared.pull_params(by_hidden))
-        sums = Sums(jax.tree.map(widened, grads), mean, measured)
-        return FusedSums(sums, shaped.importance[0], shaped.weights[0], metrics)
+        sums = Sums(jax.tree.map(widened, grads), mean, loss_metrics)
+        return FusedSums(sums, credit.importance[0], credit.weights[0], metrics)
 
     def zeros(self, state: TrainState, rows: SampledRows, graded: GradedRows) -> FusedSums:
         """Return the sums over no microbatch of [M, b, ...]."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        first = jax.tree.map(lambda x: x[0], (rows, graded))
-        shapes = jax.eval_shape(partial(self.microbatch, probe="last"), state, *first, key, key)
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        every = partial(jnp.broadcast_to, shape=(rows.numbers.shape[0], *empty.weights.shape))
-        return empty._replace(importance=every(empty.importance), weights=every(empty.weights) + 1)
+        microbatch = jax.tree.map(lambda x: x[0], (rows, graded))
+        shapes = jax.eval_shape(partial(self.microbatch, probe="last"), state, *microbatch, key, key)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        broadcast = partial(jnp.broadcast_to, shape=(rows.numbers.shape[0], *zeros.weights.shape))
+        return zeros._replace(importance=broadcast(zeros.importance), weights=broadcast(zeros.weights) + 1)
 
     def add(
         self,
@@ -150,21 +150,21 @@ class FusedPass:
         bucket: Bucket | None = None,
     ) -> FusedSums:
         """Add microbatches start .. stop - 1, each cut to ``bucket``; bounds are traced, see ``add_microbatches``."""
-        full = graded.completion.shape[-1]
+        length = graded.completion.shape[-1]
 
         def step(i: Int[Array, ""], so_far: FusedSums) -> FusedSums:
-            its_rows, its_grades = cut(jax.tree.map(lambda x: x[i], (rows, graded)), bucket, length=full)
+            its_rows, its_grades = cut(jax.tree.map(lambda x: x[i], (rows, graded)), bucket, length=length)
             options = {"prompt_rows": 1 if bucket is None else bucket.prompt_rows}
-            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe, **options)
+            part = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe, **options)
 
-            def placed(every: Array, x: Array, outside: int) -> Array:
-                return every.at[i].set(jnp.pad(x, ((0, 0), (0, full - x.shape[-1])), constant_values=outside))
+            def write(array: Array, x: Array, fill: int) -> Array:
+                return array.at[i].set(jnp.pad(x, ((0, 0), (0, length - x.shape[-1])), constant_values=fill))
 
             return FusedSums(
-                jax.tree.map(jnp.add, so_far.sums, more.sums),
-                placed(so_far.importance, more.importance, 0),
-                placed(so_far.weights, more.weights, 1),
-                jax.tree.map(jnp.add, so_far.metrics, more.metrics),
+                jax.tree.map(jnp.add, so_far.sums, part.sums),
+                write(so_far.importance, part.importance, 0),
+                write(so_far.weights, part.weights, 1),
+                jax.tree.map(jnp.add, so_far.metrics, part.metrics),
             )
 
         return jax.lax.fori_loop(start, stop, step, so_far)

@@ -97,26 +97,28 @@ def apply_sums(
     count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
     grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), sums.grads, state.params)
     norm = optax.tree.norm(grads)
-    bonus, more = applied_entropy_bonus(state), {}
+    bonus, extra_args = applied_entropy_bonus(state), {}
     if bonus is not None:
-        more = {"entropy": sums.metrics["entropy"].total / jnp.maximum(sums.metrics["entropy"].count, 1)}
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, state.opt_state, state.params, **more)
-    moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        extra_args = {"entropy": sums.metrics["entropy"].total / jnp.maximum(sums.metrics["entropy"].count, 1)}
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, state.opt_state, state.params, **extra_args)
+    candidate = replace(
+        state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+    )
     sound = jnp.isfinite(norm) & jnp.isfinite(mean.total)
-    finite = sound & all_finite(moved.params)
-    kept = replace(
+    finite = sound & all_finite(candidate.params)
+    new_state = replace(
         state,
         **{
-            name: jax.tree.map(partial(jnp.where, finite), getattr(moved, name), getattr(state, name))
+            name: jax.tree.map(partial(jnp.where, finite), getattr(candidate, name), getattr(state, name))
             for name in ("step", "params", "opt_state")
         },
     )
     one = jnp.ones((), jnp.float32)
-    wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
-    shown = {} if bonus is None else {"entropy_bonus": Mean(bonus, one)}
-    return kept, sums.metrics | {
-        **shown,
-        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), one) for name, flag in wrong.items()},
+    faults = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
+    bonus_metrics = {} if bonus is None else {"entropy_bonus": Mean(bonus, one)}
+    return new_state, sums.metrics | {
+        **bonus_metrics,
+        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), one) for name, flag in faults.items()},
         "loss": Mean(mean.total, count),
         "grad_norm": Mean(norm, one),
         "skipped": Mean(1 - finite.astype(jnp.float32), one),
@@ -156,7 +158,7 @@ def make_row_check(loss: Loss) -> CheckRow:
 
         (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
-        wrong = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
-        return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), wrong)
+        nonfinite = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
+        return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), nonfinite)
 
     return jax.jit(check, donate_argnums=2)

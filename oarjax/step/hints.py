@@ -34,10 +34,10 @@ def turn_marks(rollout: Rollout, values: Sequence[Sequence[float]]) -> tuple[np.
     Args:
         values: of the turns of every row.
     """
-    written = np.asarray(rollout.completion)
-    numbers = np.where(written, 0 if rollout.origin is None else np.asarray(rollout.origin.turns), 0)
+    completion = np.asarray(rollout.completion)
+    numbers = np.where(completion, 0 if rollout.origin is None else np.asarray(rollout.origin.turns), 0)
     marks = [np.asarray(gains, np.float32)[row] if gains else row * 0 for gains, row in zip(values, numbers)]
-    return np.where(written, marks, 0).astype(np.float32), np.where(written, numbers + 1, 0).astype(np.int32)
+    return np.where(completion, marks, 0).astype(np.float32), np.where(completion, numbers + 1, 0).astype(np.int32)
 
 
 def valued_turns(
@@ -103,6 +103,6 @@ def marked_tokens(
                     "0 <= start <= end <= its length, and a finite value"
                 )
             low, high = (len(text[:at].encode("utf-8", "surrogateescape")) for at in (mark.start, mark.end))
-            inside = np.flatnonzero((starts < high) & (ends > low))
-            values[row, inside], numbers[row, inside] = mark.value, number
+            columns = np.flatnonzero((starts < high) & (ends > low))
+            values[row, columns], numbers[row, columns] = mark.value, number
     return values, numbers

@@ -37,16 +37,16 @@ class RewardHistory:
         """Add the rewards of an iteration, those of a problem's groups together; NaN counts for nothing."""
         groups = np.asarray(rewards, np.float64).reshape(len(problems), -1)
         for problem in dict.fromkeys(int(p) for p in problems):
-            new = groups[np.asarray(problems) == problem].reshape(-1)
-            new = new[np.isfinite(new)]
-            if not new.size:
+            values = groups[np.asarray(problems) == problem].reshape(-1)
+            values = values[np.isfinite(values)]
+            if not values.size:
                 continue
             weight, mean, squares = self._past.get(problem, (0.0, 0.0, 0.0))
             weight, squares = self._discount * weight, self._discount * squares
-            total = weight + new.size
-            moved = mean + float(np.sum(new - mean)) / total  # exactly the mean where all rewards are equal to it
-            squares += weight * (moved - mean) ** 2 + float(np.sum((new - moved) ** 2))
-            self._past[problem] = (total, moved, squares)
+            total = weight + values.size
+            new_mean = mean + float(np.sum(values - mean)) / total  # exactly the mean where all rewards are equal to it
+            squares += weight * (new_mean - mean) ** 2 + float(np.sum((values - new_mean) ** 2))
+            self._past[problem] = (total, new_mean, squares)
 
     def state(self) -> dict[str, Any]:
         """Return the history as JSON values, which keep every bit; equal on every process."""

@@ -130,7 +130,7 @@ def iterate(
     with host.phase("update"):
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
-    metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
+    metrics = measure_learning([*(c.metrics for c in credited), *updates], host)
     metrics |= measure_rollouts(draws, iteration if cfg.update.lag else None)
     metrics |= {"rows_used": float(len(plan.rows))} | span_metrics(rows.span)
     metrics |= soft_metrics(rewards, cfg.advantage.soft) | padding_shares(plan, rows.rollout, scores, order)
@@ -157,10 +157,7 @@ def learner_of(
 ) -> TwoPasses:
     """Return how an iteration learns: in one pass or two, and watched if the host asks."""
     mode = probe_mode(
-        iteration - 1,
-        mode=probe.mode,
-        warmup_mode=probe.warmup_mode,
-        warmup_iterations=probe.warmup_iterations,
+        iteration - 1, mode=probe.mode, warmup_mode=probe.warmup_mode, warmup_iterations=probe.warmup_iterations
     )
     noise_key, order_key = (rollout_key(state.key, step=iteration, batch=batch) for batch in (NOISE, ORDER))
     kind = TwoPasses if steps.fused_add is None else OnePass
@@ -219,24 +216,27 @@ def draw_groups(
     refills: int,
 ) -> Draws:
     """Draw the groups of an iteration from a source; see ``draw``."""
-    sampled: list[Draws] = []
+    attempts: list[Draws] = []
     equal = np.ones(0, bool)
     for attempt in range(1 + refills):
         batch_of = partial(batch_of_iteration, root, iteration, attempt=attempt, rollout=rollout)
-        sampled.append(sample_groups(source, batch_of, steps=steps, host=host))
+        attempts.append(sample_groups(source, batch_of, steps=steps, host=host))
         if refills == 0:
-            return sampled[0]
+            return attempts[0]
         with host.phase(WAITING):
-            equal = np.concatenate([equal, equal_groups(sampled[-1], steps, host)])
+            equal = np.concatenate([equal, equal_groups(attempts[-1], steps, host)])
         if (~equal).sum() >= rollout.prompts:
             break
     rows = informative_first(equal, prompts=rollout.prompts, group_size=rollout.group_size)
     groups = rows[:: rollout.group_size] // rollout.group_size
-    rollouts, grades = join([each.rollout for each in sampled]), [each.grades() for each in sampled]
-    chosen, every = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
-    problems = np.concatenate([each.problems for each in sampled])
+    rollouts, grades = join([draws.rollout for draws in attempts]), [draws.grades() for draws in attempts]
+    chosen_grades, all_grades = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
+    problems = np.concatenate([draws.problems for draws in attempts])
     return Draws(
-        problems[groups], take(rollouts, rows), lambda: chosen, lambda: DrawnGroups(problems, rollouts, every, equal)
+        problems[groups],
+        take(rollouts, rows),
+        lambda: chosen_grades,
+        lambda: DrawnGroups(problems, rollouts, all_grades, equal),
     )
 
 
@@ -354,7 +354,7 @@ def soft_rewards(rewards: Float[Array, "B"], outcome: Float[np.ndarray, "B"]) ->
 
 def collect_outcomes(scores: list[Scores], plan: MinibatchPlan, host: HostCallbacks) -> Float[np.ndarray, "B"]:
     """Collect the probabilities of the reference answer of all rows, which all were scored."""
-    columns = [np.asarray(x)[..., None] for x in host.fetch([each.outcome for each in scores])]
+    columns = [np.asarray(x)[..., None] for x in host.fetch([s.outcome for s in scores])]
     return plan.collect(columns, np.zeros((plan.capacity, 1), np.float32))[:, 0]
 
 
@@ -373,26 +373,26 @@ def grade_rows(
     late: Float[Array, "B"] | None = None,
 ) -> GradedRows:
     """Put the tokens in the loss beside the advantages, on the host: graded rows, without truncated ones if asked."""
-    trained = rollout.completion & np.isfinite(grades.rewards)[:, None]
+    completion = rollout.completion & np.isfinite(grades.rewards)[:, None]
     if mask_truncated:
-        trained = without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended))
-    each: Any = None if scale is None else np.full(len(trained), scale, np.float32)
-    after: Any = None if late is None else np.nan_to_num(np.asarray(late))
-    return GradedRows(np.asarray(advantages), np.asarray(trained), each, after)  # pyright: ignore[reportArgumentType]
+        completion = without_truncated(jnp.asarray(completion), jnp.asarray(rollout.ended))
+    row_scale: Any = None if scale is None else np.full(len(completion), scale, np.float32)
+    row_late: Any = None if late is None else np.nan_to_num(np.asarray(late))
+    return GradedRows(np.asarray(advantages), np.asarray(completion), row_scale, row_late)  # pyright: ignore[reportArgumentType]
 
 
 def collect_reference(
     scores: list[Scores], rollout: Rollout, plan: MinibatchPlan, host: HostCallbacks
 ) -> Float[np.ndarray, "B T"]:
     """Collect the reference log-probs of all rows; 0 in those that were not scored."""
-    return plan.collect(host.fetch([each.ref_logps for each in scores]), np.zeros(rollout.completion.shape, np.float32))
+    return plan.collect(host.fetch([s.ref_logps for s in scores]), np.zeros(rollout.completion.shape, np.float32))
 
 
 def collect_weights(
     credited: list[Credited], rollout: Rollout, plan: MinibatchPlan, host: HostCallbacks
 ) -> Float[np.ndarray, "B T"]:
     """Collect the weights of all rows; 1 in those that were left out."""
-    return plan.collect(host.fetch([each.weights for each in credited]), np.ones(rollout.completion.shape, np.float32))
+    return plan.collect(host.fetch([c.weights for c in credited]), np.ones(rollout.completion.shape, np.float32))
 
 
 # Updates -----------------------------------------------------------------------------------------------------------
@@ -423,9 +423,9 @@ def update_policy(
 
 def measure_rollouts(draws: Draws, iteration: int | None) -> dict[str, float]:
     """Measure all groups that were drawn, refilled ones too, and what decoding them took; the lag in an iteration."""
-    drawn = draws.all_drawn()
-    lag = {} if iteration is None else {"lag": lag_of(drawn.rollout, iteration)}
-    return lag | rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
+    groups = draws.all_drawn()
+    lag = {} if iteration is None else {"lag": lag_of(groups.rollout, iteration)}
+    return lag | rollout_metrics(groups.rollout, groups.grades, equal=groups.equal) | draws.spent.metrics()
 
 
 def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:
@@ -442,6 +442,6 @@ def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
 
 def padding_shares(plan: MinibatchPlan, rollout: Rollout, scores: list[Scores], order: list[int]) -> dict[str, float]:
     """Return the shares of padding of what was scored and of what was updated, each if there was any."""
-    times = {"score": [len(jax.tree.leaves(each)) > 0 for each in scores]}
+    times = {"score": [len(jax.tree.leaves(s)) > 0 for s in scores]}
     times |= {"update": [order.count(k) for k in range(plan.minibatches)]}
     return {f"padding_share/{name}": padding_share(plan, rollout, t) for name, t in times.items() if any(t)}

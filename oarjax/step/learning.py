@@ -73,8 +73,8 @@ class TwoPasses:
     def divide(self, state: TrainState, rows: SampledRows, plan: MinibatchPlan, *, width: int) -> list[Minibatch]:
         """Divide rows [B, ...] into minibatches, their prompts padded to ``width``, and send them to the devices."""
         probed = rows.probed and (widen(rows.probed[0], width), rows.probed[1])
-        wide = replace(rows, rollout=widen(rows.rollout, width), probed=probed)
-        parts = zip(plan.split(wide), plan.pieces, plan.used, strict=True)
+        padded_rows = replace(rows, rollout=widen(rows.rollout, width), probed=probed)
+        parts = zip(plan.split(padded_rows), plan.pieces, plan.used, strict=True)
         return [
             Minibatch(number, self.host.place(part, "microbatches"), pieces, jnp.asarray(used))
             for number, (part, pieces, used) in enumerate(parts)
@@ -84,9 +84,9 @@ class TwoPasses:
         """Score the minibatches under the policy that drew them, before their grades are known."""
         with self.host.phase("score"):
             params, purpose = all_params(state), self.purpose
-            loaded = None if reference is None else self.host.load_reference(reference)
+            ref_params = None if reference is None else self.host.load_reference(reference)
             scores = [
-                self.steps.scores(params, loaded, m.rows, m.pieces, purpose.noise_key, probe=purpose.probe)
+                self.steps.scores(params, ref_params, m.rows, m.pieces, purpose.noise_key, probe=purpose.probe)
                 for m in minibatches
             ]
             return jax.block_until_ready(scores)  # and the reference is freed: the update needs the memory
@@ -110,12 +110,12 @@ class TwoPasses:
             experts=rows.rollout.experts,
             values=scores.values and replace(scores.values, scale=graded.scale),
         )
-        returned = credit.weights if credit.returned is None else credit.returned
+        method_credit = credit.weights if credit.returned is None else credit.returned
 
         def gradient(state: TrainState) -> Sums:
             return self.steps.updates.sums(state, batch, minibatch.pieces)
 
-        return Credited(scores, graded, credit.weights, returned, metrics, denominator, trains, gradient)
+        return Credited(scores, graded, credit.weights, method_credit, metrics, denominator, trains, gradient)
 
     def update(self, state: TrainState, minibatch: Minibatch, credited: Credited) -> tuple[TrainState, Metrics]:
         """Make one optimizer update from a minibatch."""
@@ -153,10 +153,10 @@ class Watched(TwoPasses):
     def divide(self, state: TrainState, rows: SampledRows, plan: MinibatchPlan, *, width: int) -> list[Minibatch]:
         """Show all rows, chosen or not, if the sampler's log-probs of some are not finite; then divide."""
         if (unsound := unsound_rows(rows.rollout)).any():
-            whole = MinibatchPlan(np.arange(plan.capacity), 1, plan.microbatch, plan.capacity)
-            sampled = Minibatch(0, whole.split(rows)[0], whole.pieces[0], jnp.asarray(whole.used[0]))
+            full_plan = MinibatchPlan(np.arange(plan.capacity), 1, plan.microbatch, plan.capacity)
+            minibatch = Minibatch(0, full_plan.split(rows)[0], full_plan.pieces[0], jnp.asarray(full_plan.used[0]))
             count = Mean(jnp.float32(unsound.sum()), jnp.float32(plan.capacity))
-            self._show("sample", state, sampled, {f"{NONFINITE}behaviour_logps": count})
+            self._show("sample", state, minibatch, {f"{NONFINITE}behaviour_logps": count})
         return self.learner.divide(state, rows, plan, width=width)
 
     def score(self, state: TrainState, reference: Params | None, minibatches: list[Minibatch]) -> list[Scores]:

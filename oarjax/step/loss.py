@@ -64,16 +64,16 @@ def policy_gradient(
         terms = {} if auxiliary is None else {"auxiliary": auxiliary(params, hidden, batch)}
         if routing is not None:
             balance = balance_loss(routing)
-            shown = Mean(jax.lax.stop_gradient(balance), jnp.ones((), jnp.float32))
-            metrics = metrics | router_metrics(routing) | {"router/balance": shown}
+            metric = Mean(jax.lax.stop_gradient(balance), jnp.ones((), jnp.float32))
+            metrics = metrics | router_metrics(routing) | {"router/balance": metric}
             if settings.router_balance > 0:
-                each = jnp.broadcast_to(balance, batch.completion.shape)
-                terms["router_balance"] = settings.router_balance * jnp.where(batch.completion, each, 0)
+                per_token = jnp.broadcast_to(balance, batch.completion.shape)
+                terms["router_balance"] = settings.router_balance * jnp.where(batch.completion, per_token, 0)
         for name, term in terms.items():
-            added = aggregate(term, batch.completion, mode=settings.aggregation, max_length=length)
-            mean = replace(mean, total=mean.total + added.total)
-            shown = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
-            metrics = metrics | {name: shown}
+            term_mean = aggregate(term, batch.completion, mode=settings.aggregation, max_length=length)
+            mean = replace(mean, total=mean.total + term_mean.total)
+            metric = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
+            metrics = metrics | {name: metric}
         return mean, metrics
 
     return loss
@@ -89,8 +89,8 @@ def _states(policy: Policy, params: Params, batch: TrainBatch) -> tuple[Float[Ar
         return last_states(policy, params, batch.tokens, batch.valid, completion_length=T), None
     embeddings, positions = policy.embed(params, batch.tokens), positions_of(batch.valid)
     counted = batch.valid & jnp.pad(batch.valid[:, 1:], ((0, 0), (0, 1)))
-    more = {"experts": batch.experts, "counted": counted}
-    hidden, _, routing = policy.routed(params, embeddings, positions, batch.valid, **more)
+    options = {"experts": batch.experts, "counted": counted}
+    hidden, _, routing = policy.routed(params, embeddings, positions, batch.valid, **options)
     return hidden[:, -T - 1 : -1], routing
 
 
@@ -105,13 +105,13 @@ def router_metrics(routing: Routing) -> Metrics:
     share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1)
     count = load.shape[-1]
     logs = jnp.log(jnp.where(share > 0, share, 1))
-    shown = {
+    per_layer = {
         "load_max": jnp.max(share, axis=-1) * count,
         "idle": jnp.mean(load == 0, axis=-1),
         "entropy": -jnp.sum(share * logs, axis=-1) / jnp.log(count),
     }
     layers = jnp.float32(load.shape[0])
-    return {f"router/{name}": Mean(jnp.sum(x).astype(jnp.float32), layers) for name, x in shown.items()}
+    return {f"router/{name}": Mean(jnp.sum(x).astype(jnp.float32), layers) for name, x in per_layer.items()}
 
 
 def imitation(policy: Policy, *, head_chunk: int) -> Loss:
@@ -143,8 +143,8 @@ class HeadSettings(TypedDict):
 
 def loss_head(rollout: RolloutConfig, off_policy: OffPolicyConfig, *, head_chunk: int) -> HeadSettings:
     """Return the head of the distributions that the loss compares: those the sampler drew from, or whole ones."""
-    whole = off_policy.support == "whole"
-    filters = None if whole else Filters(rollout.top_k, rollout.top_p, rollout.min_p)
+    unfiltered = off_policy.support == "whole"
+    filters = None if unfiltered else Filters(rollout.top_k, rollout.top_p, rollout.min_p)
     return HeadSettings(temperature=rollout.temperature, head_chunk=head_chunk, filters=filters)
 
 
@@ -160,14 +160,14 @@ def sampler_spread(logps: Float[Array, "B T"], batch: TrainBatch, *, off_policy:
     """
     if batch.behaviour_logps is None:
         return {}
-    old = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
     mask, tokens = batch.completion, jnp.sum(batch.completion).astype(jnp.float32)
-    gaps = jnp.where(mask, jnp.abs(old - batch.behaviour_logps), 0).astype(jnp.float32)
-    above = jnp.sum(gaps[..., None] > GAP_BOUNDS, axis=(0, 1)).astype(jnp.float32)
-    metrics = {GAP_COUNTS: Mean(above, tokens)}
+    gaps = jnp.where(mask, jnp.abs(old_logps - batch.behaviour_logps), 0).astype(jnp.float32)
+    tokens_above = jnp.sum(gaps[..., None] > GAP_BOUNDS, axis=(0, 1)).astype(jnp.float32)
+    metrics = {GAP_COUNTS: Mean(tokens_above, tokens)}
     if off_policy.weighting in ("token_truncate", "sequence_truncate"):
         bounds = {"low": off_policy.low, "high": off_policy.high}
-        weights = importance_weights(old, batch.behaviour_logps, mask, weighting=off_policy.weighting, **bounds)
+        weights = importance_weights(old_logps, batch.behaviour_logps, mask, weighting=off_policy.weighting, **bounds)
         at_bound = ((weights >= off_policy.high) | (weights <= off_policy.low)) & mask
         metrics["sampler_truncated"] = Mean(jnp.sum(at_bound).astype(jnp.float32), tokens)
     return metrics
@@ -181,24 +181,26 @@ def token_loss(
     if not (rollout.outside or rollout.cache == "int8" or lag):
         return of_tokens
 
-    def measured(logps: Float[Array, "B T"], entropies: Float[Array, "B T"], batch: TrainBatch) -> tuple[Mean, Metrics]:
+    def with_spread(
+        logps: Float[Array, "B T"], entropies: Float[Array, "B T"], batch: TrainBatch
+    ) -> tuple[Mean, Metrics]:
         mean, metrics = of_tokens(logps, entropies, batch)
         return mean, metrics | sampler_spread(logps, batch, off_policy=settings.off_policy)
 
-    return measured
+    return with_spread
 
 
 def gap_metrics(counts: Mean | None) -> dict[str, float]:
     """Return the 99th percentile and the largest of the gaps that were counted, if any, rounded up to a bound."""
     if counts is None or counts.count == 0:
         return {}
-    above, tokens = np.asarray(counts.total), float(counts.count)
+    tokens_above, tokens = np.asarray(counts.total), float(counts.count)
 
-    def least(share: float) -> float:
-        within = np.flatnonzero(above <= share * tokens)
-        return float(GAP_BOUNDS[within[0]]) if len(within) else float("inf")
+    def smallest_bound(share: float) -> float:
+        indices = np.flatnonzero(tokens_above <= share * tokens)
+        return float(GAP_BOUNDS[indices[0]]) if len(indices) else float("inf")
 
-    return {"sampler_gap/p99": least(0.01), "sampler_gap/max": least(0.0)}
+    return {"sampler_gap/p99": smallest_bound(0.01), "sampler_gap/max": smallest_bound(0.0)}
 
 
 def bound_loss(cfg: LossConfig, *, max_length: int) -> TokenLoss:

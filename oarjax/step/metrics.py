@@ -78,27 +78,27 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
 
 def prefilled_again(rollout: Rollout) -> float:
     """Return the tokens of an episode that its turns after the first compute again, on average: all before them."""
-    origin, written = rollout.origin, np.asarray(rollout.completion)
+    origin, completion = rollout.origin, np.asarray(rollout.completion)
     if origin is None:
         return 0.0
-    first = written & (np.asarray(origin.turns) > 0)  # the policy's tokens of later turns
-    first[:, 1:] &= ~written[:, :-1] | (np.diff(np.asarray(origin.turns)) > 0)  # the first of each
-    before = (np.asarray(rollout.valid).sum(1) - np.asarray(rollout.extent).sum(1))[:, None] + np.arange(first.shape[1])
-    return float((before * first).sum(1).mean())
+    start = completion & (np.asarray(origin.turns) > 0)  # the policy's tokens of later turns
+    start[:, 1:] &= ~completion[:, :-1] | (np.diff(np.asarray(origin.turns)) > 0)  # the first of each
+    prefix = (np.asarray(rollout.valid).sum(1) - np.asarray(rollout.extent).sum(1))[:, None] + np.arange(start.shape[1])
+    return float((prefix * start).sum(1).mean())
 
 
 def lag_of(rollout: Rollout, iteration: int) -> float:
     """Return by how many iterations the policy that drew the tokens is older than the one that learns from them."""
-    inside, origin = np.asarray(rollout.completion), rollout.origin
-    if origin is None or not inside.any():
+    completion, origin = np.asarray(rollout.completion), rollout.origin
+    if origin is None or not completion.any():
         return float("nan")
-    return float(iteration - 1 - np.asarray(origin.versions)[inside].mean())
+    return float(iteration - 1 - np.asarray(origin.versions)[completion].mean())
 
 
 def unsound_rows(rollout: Rollout) -> np.ndarray:
     """Mark rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
-    wrong = ~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)
-    return np.asarray(wrong.any(-1))
+    nonfinite = ~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)
+    return np.asarray(nonfinite.any(-1))
 
 
 def nonfinite_rows(
@@ -107,10 +107,10 @@ def nonfinite_rows(
     """Return, by the value's name, the share of rows with a value that is not finite inside its mask."""
     count = jnp.sum(rows).astype(jnp.float32)
 
-    def share(x: Float[Array, "B *S"], inside: Bool[Array, "B *T"]) -> Mean:
-        each = inside.reshape(*inside.shape, *(1,) * (x.ndim - inside.ndim))  # of the states at a token
-        wrong = (~jnp.isfinite(x) & each).reshape(len(rows), -1).any(-1)
-        return Mean(jnp.sum(wrong & rows).astype(jnp.float32), count)
+    def share(x: Float[Array, "B *S"], tokens: Bool[Array, "B *T"]) -> Mean:
+        elements = tokens.reshape(*tokens.shape, *(1,) * (x.ndim - tokens.ndim))  # of the states at a token
+        nonfinite = (~jnp.isfinite(x) & elements).reshape(len(rows), -1).any(-1)
+        return Mean(jnp.sum(nonfinite & rows).astype(jnp.float32), count)
 
     return {f"{NONFINITE}{name}": share(x, mask[name]) for name, x in values.items() if x is not None}
 

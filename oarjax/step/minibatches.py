@@ -100,18 +100,18 @@ def row_sizes(
 
 def widen(rollout: Rollout, width: int) -> Rollout:
     """Pad prompts on the left to ``width`` positions, so that arrays have one shape whatever the batch of prompts."""
-    missing = max(width - (rollout.tokens.shape[1] - rollout.completion.shape[1]), 0)
+    columns = max(width - (rollout.tokens.shape[1] - rollout.completion.shape[1]), 0)
 
-    return replace(rollout, **{name: _left_padded(vars(rollout)[name], missing) for name in WHOLE_ROWS})
+    return replace(rollout, **{name: _left_padded(vars(rollout)[name], columns) for name in WHOLE_ROWS})
 
 
 WHOLE_ROWS = ("tokens", "valid", "experts")
 """Arrays of a rollout that have the prompt's columns, too."""
 
 
-def _left_padded(x: Any, missing: int) -> Any:
+def _left_padded(x: Any, columns: int) -> Any:
     """Put so many columns of zeros before [B, N ...]; None stays None."""
-    return None if x is None else np.pad(np.asarray(x), ((0, 0), (missing, 0), *[(0, 0)] * (np.ndim(x) - 2)))
+    return None if x is None else np.pad(np.asarray(x), ((0, 0), (columns, 0), *[(0, 0)] * (np.ndim(x) - 2)))
 
 
 def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int) -> tuple[Rollout, AnswerSpan]:
@@ -120,13 +120,13 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
     Raises:
         ValueError: one of these completions is longer than ``length``.
     """
-    cut = rollout.completion.shape[1] - length
-    if cut == 0:
+    surplus = rollout.completion.shape[1] - length
+    if surplus == 0:
         return rollout, span
     if rollout.extent[rows, length:].any():
         raise ValueError(f"trim: completions reach {rollout.extent[rows].sum(1).max()} tokens, more than {length}")
-    end = rollout.tokens.shape[1] - cut
-    short = replace(
+    end = rollout.tokens.shape[1] - surplus
+    trimmed = replace(
         rollout,
         tokens=rollout.tokens[:, :end],
         valid=rollout.valid[:, :end],
@@ -138,20 +138,20 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
         origin=None,
     )
     units = None if span.units is None else span.units[:, :length]
-    return short, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length], units=units)
+    return trimmed, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length], units=units)
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
     """Join rollouts of several prompt batches; shorter prompts get more left padding."""
     width = max(r.tokens.shape[1] for r in rollouts)
 
-    def joined(name: str) -> Any:
+    def join_field(name: str) -> Any:
         parts = [vars(r)[name] for r in rollouts]
         if name in WHOLE_ROWS:
             parts = [_left_padded(x, width - r.tokens.shape[1]) for x, r in zip(parts, rollouts)]
-        return jax.tree.map(lambda *each: np.concatenate(each), *parts)  # None stays None
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)  # None stays None
 
-    return Rollout(**{name: joined(name) for name in vars(rollouts[0])})  # pyright: ignore[reportArgumentType]
+    return Rollout(**{name: join_field(name) for name in vars(rollouts[0])})  # pyright: ignore[reportArgumentType]
 
 
 def join_grades(parts: list[Grades], rows: np.ndarray) -> Grades:
@@ -190,8 +190,8 @@ class MinibatchPlan(NamedTuple):
         Raises:
             ValueError: more rows than the capacity, or a capacity that the shapes do not divide.
         """
-        room, left = divmod(self.capacity, self.minibatches)
-        if left or room % self.microbatch:
+        room, remainder = divmod(self.capacity, self.minibatches)
+        if remainder or room % self.microbatch:
             raise ValueError(
                 f"split: {self.capacity} rows do not divide into {self.minibatches} minibatches "
                 f"of microbatches of {self.microbatch} rows"
@@ -199,13 +199,13 @@ class MinibatchPlan(NamedTuple):
         if len(self.rows) > self.capacity:
             raise ValueError(f"split: {len(self.rows)} rows chosen, room for {self.capacity}")
 
-        def padded(x: Any, rows: np.ndarray) -> np.ndarray:
+        def to_microbatches(x: Any, rows: np.ndarray) -> np.ndarray:
             values = np.asarray(x)[rows]
             out = np.zeros((room, *values.shape[1:]), values.dtype)
             out[: len(values)] = values
             return out.reshape(-1, self.microbatch, *values.shape[1:])
 
-        return [jax.tree.map(partial(padded, rows=rows), tree) for rows in self.chosen]
+        return [jax.tree.map(partial(to_microbatches, rows=rows), tree) for rows in self.chosen]
 
     def collect(self, minibatches: list[Any], like: np.ndarray) -> np.ndarray:
         """Put the [M, b, T] values of every minibatch back into their rows of a copy of ``like`` [B, T]."""
@@ -218,10 +218,10 @@ class MinibatchPlan(NamedTuple):
     @property
     def chosen(self) -> list[Int[np.ndarray, "r"]]:
         """Rows of each minibatch, in the order of its microbatches: by completion, then by prompt."""
-        dealt = [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
+        parts = [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
         if self.sizes is None:
-            return dealt
-        return [self._sorted(rows, self.sizes) for rows in dealt]
+            return parts
+        return [self._sorted(rows, self.sizes) for rows in parts]
 
     def _sorted(self, rows: Int[np.ndarray, "r"], sizes: Int[np.ndarray, "B 2"]) -> Int[np.ndarray, "r"]:
         """Sort the units of a minibatch's rows by the bucket of each.
@@ -250,13 +250,13 @@ class MinibatchPlan(NamedTuple):
     def _pieces(self, rows: Int[np.ndarray, "r"]) -> tuple[Piece, ...]:
         firsts = range(0, len(rows), self.microbatch)
         if self.sizes is None or not len(rows):  # without rows one empty piece, for zeros of the right shape
-            least = None if self.sizes is None else Bucket(*self.sizes.min(0).tolist())
-            return (Piece(least and least._replace(prompt_rows=self.prompt_rows), np.int32(0), np.int32(len(firsts))),)
+            size = None if self.sizes is None else Bucket(*self.sizes.min(0).tolist())
+            return (Piece(size and size._replace(prompt_rows=self.prompt_rows), np.int32(0), np.int32(len(firsts))),)
         longest = [self.sizes[rows[i : i + self.microbatch]].max(0).tolist() for i in firsts]
-        needed = [Bucket(prompt, completion, self.prompt_rows) for prompt, completion in longest]
-        starts = [i for i, each in enumerate(needed) if i == 0 or each != needed[i - 1]]
-        stops = [*starts[1:], len(needed)]
-        return tuple(Piece(needed[i], np.int32(i), np.int32(j)) for i, j in zip(starts, stops))
+        microbatch_buckets = [Bucket(prompt, completion, self.prompt_rows) for prompt, completion in longest]
+        starts = [i for i, b in enumerate(microbatch_buckets) if i == 0 or b != microbatch_buckets[i - 1]]
+        stops = [*starts[1:], len(microbatch_buckets)]
+        return tuple(Piece(microbatch_buckets[i], np.int32(i), np.int32(j)) for i, j in zip(starts, stops))
 
 
 def padding_share(plan: MinibatchPlan, rollout: Rollout, times: Sequence[int]) -> float:
@@ -266,14 +266,14 @@ def padding_share(plan: MinibatchPlan, rollout: Rollout, times: Sequence[int]) -
     """
     length = rollout.completion.shape[1]
     width = rollout.tokens.shape[1] - length
-    computed = real = 0.0
+    positions = tokens = 0.0
     for rows, pieces, n in zip(plan.chosen, plan.pieces, times, strict=True):
         for piece in pieces:
             prompt, completion, _ = piece.bucket or (width, length, 1)
-            computed += n * piece.microbatches * plan.microbatch * (prompt / plan.prompt_rows + completion)
+            positions += n * piece.microbatches * plan.microbatch * (prompt / plan.prompt_rows + completion)
         valid = np.asarray(rollout.valid)[rows]
-        real += n * float(valid[:, :width].sum() / plan.prompt_rows + valid[:, width:].sum())
-    return 1 - real / computed if computed else 0.0
+        tokens += n * float(valid[:, :width].sum() / plan.prompt_rows + valid[:, width:].sum())
+    return 1 - tokens / positions if positions else 0.0
 
 
 def trim_evidence(evidence: Evidence) -> Evidence:
@@ -281,19 +281,19 @@ def trim_evidence(evidence: Evidence) -> Evidence:
     e, (M, b) = evidence, evidence.numbers.shape
     length = e.rollout.completion.shape[-1]
     prompt = e.rollout.tokens.shape[-1] - length
-    filled = np.flatnonzero(np.asarray(e.rollout.valid)[..., :prompt].any((0, 1)))
-    generated = np.flatnonzero(np.asarray(e.rollout.extent).any((0, 1)))
-    least = Bucket(prompt - int(filled.min(initial=prompt - 1)), 1 + int(generated.max(initial=0)))
+    prompt_columns = np.flatnonzero(np.asarray(e.rollout.valid)[..., :prompt].any((0, 1)))
+    completion_columns = np.flatnonzero(np.asarray(e.rollout.extent).any((0, 1)))
+    smallest = Bucket(prompt - int(prompt_columns.min(initial=prompt - 1)), 1 + int(completion_columns.max(initial=0)))
 
     def narrow(tree: Any, room: int = 0) -> Any:
         flat = jax.tree.map(lambda x: np.asarray(x).reshape(M * b, *np.shape(x)[2:]), tree)
-        short = cut(flat, least, length=length, room=room)
-        return jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), short)
+        part = cut(flat, smallest, length=length, room=room)
+        return jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), part)
 
     rollout, span, scores, completion, weights = narrow((e.rollout, e.span, e.scores, e.completion, e.weights))
     probed = e.probed and narrow(e.probed, e.probed[0].completion.shape[-1] - length)
-    narrowed = {"rollout": rollout, "span": span, "scores": scores, "completion": completion, "weights": weights}
-    return replace(e, **narrowed, probed=probed, hints=narrow(e.hints))
+    fields = {"rollout": rollout, "span": span, "scores": scores, "completion": completion, "weights": weights}
+    return replace(e, **fields, probed=probed, hints=narrow(e.hints))
 
 
 def informative_first(constant: Bool[np.ndarray, "Q"], *, prompts: int, group_size: int) -> Int[np.ndarray, "B"]:

@@ -97,13 +97,13 @@ def make_optimizer(
         function: what ``optim.function`` names, in the place of AdamW; default None.
     """
     tx, schedule = _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches, function)
-    loss, carrying = cfg.loss, []
+    loss, transforms = cfg.loss, []
     if loss.reference_every:
-        carrying.append(keep_reference())
+        transforms.append(keep_reference())
     if loss.entropy_target is not None:
         rates = {"step": loss.entropy_step, "highest": loss.entropy_highest}
-        carrying.append(control_entropy(start=loss.entropy_bonus, target=loss.entropy_target, **rates))
-    return (optax.chain(tx, *carrying) if carrying else tx), schedule
+        transforms.append(control_entropy(start=loss.entropy_bonus, target=loss.entropy_target, **rates))
+    return (optax.chain(tx, *transforms) if transforms else tx), schedule
 
 
 def make_sft_optimizer(
@@ -173,16 +173,16 @@ def make_steps(
         experts=policy.routed is not None,
         auto=cfg.loss.aggregation != "bnpo" and _on_cpu(shardings.replicated),
     )
-    where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
-    sampler = partial(group_sampler, rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
-    evaluation = partial(evaluation_sampler, rollout.evaluated or rollout.policy, roll, cfg.eval, **where)
-    groups, further = sampler(), sampler(goes_on=True)
+    common = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
+    sampler = partial(group_sampler, rollout.policy, roll, record_experts=cfg.policy.router == "replay", **common)
+    evaluation = partial(evaluation_sampler, rollout.evaluated or rollout.policy, roll, cfg.eval, **common)
+    groups, later_turns = sampler(), sampler(goes_on=True)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
-    scores_reference = cfg.loss.scores_reference  # otherwise rollouts bring its log-probs, or nothing reads them
+    scores_ref = cfg.loss.scores_reference  # otherwise rollouts bring its log-probs, or nothing reads them
     wants_old = cfg.loss.kl_in == "token" or cfg.update.epochs * cfg.update.minibatches > 1
-    read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
-    measures = {"logps", *read} if wants_old else read
+    own_measures, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
+    measures = {"logps", *own_measures} if wants_old else own_measures
     scorer_for = partial(method.scorer, temperature=roll.temperature, pad_id=pad_id)
     scorer_for(policy)  # fails on what cannot go together
     weights_of = method.weigher(keyword_table=keyword_table)
@@ -194,8 +194,8 @@ def make_steps(
         width = span.outcome.shape[-1]
         if hidden is None:
             hidden = last_states(policy, params, rows.tokens, rows.valid, completion_length=width)
-        more = {"temperature": roll.temperature}
-        return outcome_probability(policy, params, hidden, span.outcome, rows.tokens[:, -width:], **more)
+        options = {"temperature": roll.temperature}
+        return outcome_probability(policy, params, hidden, span.outcome, rows.tokens[:, -width:], **options)
 
     def score(
         params: Params,
@@ -208,54 +208,54 @@ def make_steps(
         probe: ProbeMode,
         bucket: Bucket | None = None,
     ) -> Scores:
-        full = rows.rollout.completion.shape[-1]
+        T = rows.rollout.completion.shape[-1]
         # Below adapters lies what training started from: a reference that is that and stays it is there already.
-        other = cfg.loss.reference_every or reference_policy is not None
-        reference = without_adapters(params) if cfg.lora.rank and not other else ref_params
-        sharing = policy if bucket is None else grouped(policy, bucket.prompt_rows)
-        compared, score_of = reference_policy or sharing, scorer_for(sharing)
+        separate_reference = cfg.loss.reference_every or reference_policy is not None
+        reference = without_adapters(params) if cfg.lora.rank and not separate_reference else ref_params
+        shared_policy = policy if bucket is None else grouped(policy, bucket.prompt_rows)
+        ref_policy, score_of = reference_policy or shared_policy, scorer_for(shared_policy)
 
         def score_microbatch(xs: Any) -> Scores:
-            (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
+            (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=T), *xs[2:]
             if probed is not None:
-                probed = cut(probed, bucket, length=full, room=probed[0].completion.shape[-1] - full)
+                probed = cut(probed, bucket, length=T, room=probed[0].completion.shape[-1] - T)
             length = r.completion.shape[-1]
             batch = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
-            probed_rows, marked = probed or (r, s)
-            attributed = score_of(params, probed_rows, marked, row_keys(key, numbers), probe)
-            outcome = outcome_of(sharing, params, probed_rows, marked, attributed.hidden) if soft else None
+            probed_rows, probed_span = probed or (r, s)
+            attribution = score_of(params, probed_rows, probed_span, row_keys(key, numbers), probe)
+            outcome = outcome_of(shared_policy, params, probed_rows, probed_span, attribution.hidden) if soft else None
             if probed is not None:  # its reasoning stands where the rollout's does; its clean states do not
-                kept = jax.tree.map(lambda x: x[:, :length], (attributed.importance, attributed.values))
-                attributed = attributed._replace(importance=kept[0], values=kept[1], hidden=None)
+                row_signals = jax.tree.map(lambda x: x[:, :length], (attribution.importance, attribution.values))
+                attribution = attribution._replace(importance=row_signals[0], values=row_signals[1], hidden=None)
             if r.experts is not None and measures:  # the attribution's router chose for itself
-                attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **batch))
-            measured = measure(
-                sharing,
+                attribution = attribution._replace(hidden=last_states(replaying(policy, r.experts), params, **batch))
+            measurements = measure(
+                shared_policy,
                 params,
                 **batch,
                 signals=measures,
-                hidden=attributed.hidden,  # of the attribution's clean pass, if there is one
+                hidden=attribution.hidden,  # of the attribution's clean pass, if there is one
                 reference=reference,
                 teacher=teacher,
                 **head,
             )
             scores = Scores(
-                old_logps=measured["logps"] if wants_old else None,
-                ref_logps=token_logps(compared, reference, **batch, **head)[0] if scores_reference else r.teacher_logps,
-                importance=attributed.importance,
-                measured={name: measured[name] for name in sorted(read)} or None,
-                values=attributed.values,
+                old_logps=measurements["logps"] if wants_old else None,
+                ref_logps=token_logps(ref_policy, reference, **batch, **head)[0] if scores_ref else r.teacher_logps,
+                importance=attribution.importance,
+                measured={name: measurements[name] for name in sorted(own_measures)} or None,
+                values=attribution.values,
             )
-            wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
-            return replace(wide, outcome=outcome)
+            padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, T - length), *((0, 0),) * (x.ndim - 2))), scores)
+            return replace(padded, outcome=outcome)
 
         teacher = rows.hints and rows.hints.teacher
         arrays = rows.rollout, rows.span, rows.numbers, rows.probed, teacher
         return map_between(score_microbatch, arrays, start, stop)
 
     def drift(start: Params, rows: Rollout) -> Float[Array, "b"]:
-        whole = {**head, "filters": None, "completion_length": rows.completion.shape[1]}
-        logps, _ = token_logps(policy, start, rows.tokens, rows.valid, **whole)
+        options = {**head, "filters": None, "completion_length": rows.completion.shape[1]}
+        logps, _ = token_logps(policy, start, rows.tokens, rows.valid, **options)
         return masked_sum(jnp.expm1(gap := widened(logps) - widened(rows.behaviour_logps)) - gap, rows.completion)
 
     def credit(
@@ -264,38 +264,38 @@ def make_steps(
         M, b = graded.advantages.shape
         flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
         s, mask, a = flat(rows.span), flat(graded.completion), flat(graded.advantages)
-        scored = flat(scores)
-        rest = {
+        by_row = flat(scores)
+        extra = {
             "length": mask.shape[1],
             "group_size": roll.group_size,
             "hints": flat(rows.hints),
             "iteration": iteration,
         }
-        signals = signals_of(scored, flat(rows.rollout.tokens), flat(rows.numbers), **rest)
-        returned = weights_of(CreditInputs(signals, s, a, mask, key))
-        per_token = {"old_logps": scored.old_logps, "ref_logps": scored.ref_logps, **(scored.measured or {})}
-        per_token["weights"] = returned
-        wrong = nonfinite_rows(
+        signals = signals_of(by_row, flat(rows.rollout.tokens), flat(rows.numbers), **extra)
+        method_credit = weights_of(CreditInputs(signals, s, a, mask, key))
+        per_token = {"old_logps": by_row.old_logps, "ref_logps": by_row.ref_logps, **(by_row.measured or {})}
+        per_token["weights"] = method_credit
+        faults = nonfinite_rows(
             {**per_token, "importance": signals.importance, "advantages": a},
             {**dict.fromkeys(per_token, mask), "importance": s.reasoning, "advantages": jnp.ones(a.shape, bool)},
             mask.any(-1),
         )
-        sound = jnp.all(jnp.isfinite(returned) | ~mask, axis=-1)[:, None]
-        returned = jnp.where(sound, returned, neutral(kind, a))
-        advantages = token_advantages(kind, returned, a, mask)
+        sound = jnp.all(jnp.isfinite(method_credit) | ~mask, axis=-1)[:, None]
+        method_credit = jnp.where(sound, method_credit, neutral(kind, a))
+        advantages = token_advantages(kind, method_credit, a, mask)
         if graded.late is not None:
             advantages = split_advantages(advantages, flat(graded.late), s.answer, mask, flat(rows.rollout.ended))
-        w = relative(kind, returned, advantages, a, mask)
+        w = relative(kind, method_credit, advantages, a, mask)
         tokens = Credit(
             importance=jnp.zeros_like(w) if signals.importance is None else signals.importance,
             weights=w,
-            advantages=taught_advantages(advantages, mask, scored, cfg.loss),
-            returned=returned,
+            advantages=taught_advantages(advantages, mask, by_row, cfg.loss),
+            returned=method_credit,
         )
-        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), tokens)
+        by_microbatch = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), tokens)
         if method.settings.method == CUSTOM and kind == "weights":  # built-in ones keep the contract
-            wrong["negative_weights"] = negative_rows(returned, mask)
-        return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
+            faults["negative_weights"] = negative_rows(method_credit, mask)
+        return by_microbatch, credit_metrics(jnp.abs(w), s, mask) | faults
 
     of_tokens = token_loss(cfg.loss, roll, lag=cfg.update.lag, custom_loss=custom_loss)
 
@@ -307,8 +307,8 @@ def make_steps(
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
-        counted = aggregate(zeros, completion, mode=cfg.loss.aggregation, max_length=roll.max_new)
-        return counted.count / cfg.update.minibatches
+        mean = aggregate(zeros, completion, mode=cfg.loss.aggregation, max_length=roll.max_new)
+        return mean.count / cfg.update.minibatches
 
     def accumulate(
         sums: Sums,
@@ -326,22 +326,22 @@ def make_steps(
         # bnpo means over its pieces, here microbatches of rows of similar length; the others over the whole rollout.
         return apply_sums(tx, state, sums, None if cfg.loss.aggregation == "bnpo" else denominator)
 
-    learning = partial(jax.jit, compiler_options=shardings.options)
+    jit = partial(jax.jit, compiler_options=shardings.options)
     updates = _update_programs(partial(no_sums, sums_of), accumulate, apply, shardings)
     fused: dict[str, Any] = {}
-    shared = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
-    if shared is not None and fuses(cfg.update, method, kl_beta=cfg.loss.kl_beta, experts=policy.routed is not None):
-        both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
+    scorer = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
+    if scorer is not None and fuses(cfg.update, method, kl_beta=cfg.loss.kl_beta, experts=policy.routed is not None):
+        one_pass = FusedPass(policy, scorer, credit, of_tokens, cfg.loss.off_policy, head)
         at = FusedSums(_summed(shardings), shardings.microbatches, shardings.microbatches, shardings.replicated)
-        fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=at)
-        fused["fused_add"] = learning(both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
+        fused["fused_zeros"] = jax.jit(one_pass.zeros, out_shardings=at)
+        fused["fused_add"] = jit(one_pass.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
     return Steps(
         **updates._asdict(),
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
         evaluate=evaluation(),
-        sample_on=further,
+        sample_on=later_turns,
         evaluate_on=evaluation(goes_on=True),
         equal_groups=jax.jit(bound_equal_groups(cfg.advantage, group_size=roll.group_size)),
         advantages=jax.jit(
@@ -349,12 +349,12 @@ def make_steps(
             or bound_advantages(cfg.advantage, cfg.grading, group_size=roll.group_size, custom=custom_advantages)
         ),
         after_kl=jax.jit(bound_kl_penalty(cfg.loss.kl_beta)),
-        score=learning(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
+        score=jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
         drift=jax.jit(drift),
         values=kind == "values",
-        decoding=lambda: groups.spent().plus(further.spent()),
+        decoding=lambda: groups.spent().plus(later_turns.spent()),
         pad_id=pad_id,
         prompt_rows=prompt_rows,
     )
@@ -372,15 +372,15 @@ def make_sft_steps(
 
 def _summed(shardings: Shardings) -> Sums:
     """Return the shardings of summed gradients."""
-    trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
-    return Sums(trained, shardings.replicated, shardings.replicated)
+    params = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
+    return Sums(params, shardings.replicated, shardings.replicated)
 
 
 def _update_programs(zeros: Any, accumulate: Any, apply: Any, shardings: Shardings) -> UpdatePrograms:
-    learning = partial(jax.jit, compiler_options=shardings.options, out_shardings=_summed(shardings))
+    jit = partial(jax.jit, compiler_options=shardings.options, out_shardings=_summed(shardings))
     return UpdatePrograms(
         zeros=jax.jit(zeros, out_shardings=_summed(shardings)),
-        accumulate=learning(accumulate, static_argnames="bucket", donate_argnums=0),
+        accumulate=jit(accumulate, static_argnames="bucket", donate_argnums=0),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
     )
 
@@ -403,26 +403,26 @@ def prompt_rows_of(
     Raises:
         ConfigError: the number does not divide the rows of a group in a minibatch, or those of a device.
     """
-    whole, left = divmod(rollout.group_size, update.minibatches)
-    most = 1 if experts or left else gcd(rows, whole)
+    group_rows, remainder = divmod(rollout.group_size, update.minibatches)
+    limit = 1 if experts or remainder else gcd(rows, group_rows)
     if update.prompt_rows != "auto":
-        if most % update.prompt_rows:
+        if limit % update.prompt_rows:
             raise ConfigError(
-                f"update.prompt_rows: expected a divisor of {most}, of the rows of a group in a minibatch and of the "
+                f"update.prompt_rows: expected a divisor of {limit}, of the rows of a group in a minibatch and of the "
                 f"{rows} rows of a microbatch on a device (1 for a policy with experts), got {update.prompt_rows}; set "
                 "auto, or change update.microbatch"
             )
         return update.prompt_rows
-    if not auto or most == 1:
+    if not auto or limit == 1:
         return 1
     spread = NormalDist(0, 0.6)
-    lengths = [exp(spread.inv_cdf((k + 1) / (whole + 1))) * 0.4 * rollout.max_new for k in range(whole)]
-    padded = [bucket(int(n), rollout.completion_bucket, rollout.max_new) for n in lengths]
+    lengths = [exp(spread.inv_cdf((k + 1) / (group_rows + 1))) * 0.4 * rollout.max_new for k in range(group_rows)]
+    padded_lengths = [bucket(int(n), rollout.completion_bucket, rollout.max_new) for n in lengths]
 
     def positions(share: int) -> float:
-        return width / 2 / share + sum(padded[share - 1 :: share]) * share / len(padded)
+        return width / 2 / share + sum(padded_lengths[share - 1 :: share]) * share / len(padded_lengths)
 
-    best = min((n for n in range(1, most + 1) if most % n == 0), key=positions)
+    best = min((n for n in range(1, limit + 1) if limit % n == 0), key=positions)
     return best if positions(best) < 0.9 * positions(1) else 1
 
 
@@ -441,9 +441,9 @@ def map_between(fn: Callable[[Any], Any], xs: Any, start: Int[Array, ""], stop: 
     fn = jax.jit(fn, inline=True)  # traced once, for its shapes and for the loop
     count = jax.tree.leaves(xs)[0].shape[0]
     shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], xs))
-    empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+    zeros = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
 
     def body(i: Int[Array, ""], out: Any) -> Any:
         return jax.tree.map(lambda o, y: o.at[i].set(y), out, fn(jax.tree.map(lambda x: x[i], xs)))
 
-    return jax.lax.fori_loop(start, stop, body, empty)
+    return jax.lax.fori_loop(start, stop, body, zeros)

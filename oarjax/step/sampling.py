@@ -67,8 +67,8 @@ def group_sampler(
         record_experts=record_experts,
     )
     if goes_on:  # most rows of a batch may be over, and each number of rows is a set of programs
-        few = {"keys_of": row_keys, "group": 1, "fewest": max(FEWEST, roll.prompts * size // 4)}
-        return _sampler(policy, roll, decoding._replace(**changes), rows=rows, **few)
+        options = {"keys_of": row_keys, "group": 1, "fewest": max(FEWEST, roll.prompts * size // 4)}
+        return _sampler(policy, roll, decoding._replace(**changes), rows=rows, **options)
     keys = partial(group_keys, group_size=size)
     return _sampler(policy, roll, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
 

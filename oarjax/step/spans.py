@@ -72,30 +72,30 @@ def with_reference(
     reasoning, answer, outcome = np.zeros((3, rows, length + room), bool)
     ended = np.asarray(rollout.ended)
     for row, (cue, target) in enumerate(endings):
-        last = [] if stop_id is None else [stop_id]
-        if len(cue) + len(target) + len(last) > room or not len(target):
+        suffix = [] if stop_id is None else [stop_id]
+        if len(cue) + len(target) + len(suffix) > room or not len(target):
             raise ValueError(
-                f"with_reference: row {row} needs {len(cue)} + {len(target) + len(last)} tokens for cue and answer, at "
-                f"least one of them the answer's; there is room for {room}"
+                f"with_reference: row {row} needs {len(cue)} + {len(target) + len(suffix)} tokens for cue and answer, "
+                f"at least one of them the answer's; there is room for {room}"
             )
-        written = bool(span.has_answer[row])
-        if written:
+        has_answer = bool(span.has_answer[row])
+        if has_answer:
             end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
             reasoning[row, :length] = span.reasoning[row]
         else:
             end = int(completion[row].sum()) - int(ended[row])
             reasoning[row, :end] = True
-        if written and stop_id is not None and np.any(span.answer[row]):
+        if has_answer and stop_id is not None and np.any(span.answer[row]):
             end, cue = int(np.flatnonzero(span.answer[row])[0]), []
-            after = int(np.flatnonzero(span.answer[row])[-1]) + 1
-            last = [int(tokens[row, prompt + after])] if after < length and completion[row, after] else last
+            column = int(np.flatnonzero(span.answer[row])[-1]) + 1
+            suffix = [int(tokens[row, prompt + column])] if column < length and completion[row, column] else suffix
         begin = end + len(cue)
         stop = begin + len(target)
         out[row, prompt : prompt + end] = tokens[row, prompt : prompt + end]
-        out[row, prompt + end : prompt + stop + len(last)] = [*cue, *target, *last]
-        valid[row, prompt : prompt + stop + len(last)] = True
+        out[row, prompt + end : prompt + stop + len(suffix)] = [*cue, *target, *suffix]
+        valid[row, prompt : prompt + stop + len(suffix)] = True
         answer[row, begin:stop] = True
-        outcome[row, end : stop + len(last)] = ended[row]
+        outcome[row, end : stop + len(suffix)] = ended[row]
     filled = valid[:, prompt:]
     zeros = np.zeros(filled.shape, np.float32)
     probed: Any = Rollout(out, valid, filled, zeros, zeros, ended)  # pyright: ignore[reportArgumentType]

@@ -39,15 +39,15 @@ def new_state(
     """
 
     def fresh(params: Params, adapters: Params | None) -> TrainState:
-        owned = jax.tree.map(jnp.copy, params)
+        copies = jax.tree.map(jnp.copy, params)
         key = jax.random.key(seed)
         if lora.rank == 0:
-            trained, frozen = owned, None
+            trained, frozen = copies, None
         elif adapters is not None:
-            trained, frozen = adapters, owned
+            trained, frozen = adapters, copies
         else:
             start = jax.random.fold_in(key, ADAPTERS)
-            trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), owned
+            trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), copies
         return TrainState(
             step=jnp.zeros((), jnp.int32), params=trained, opt_state=optimizer.init(trained), key=key, frozen=frozen
         )
@@ -57,8 +57,8 @@ def new_state(
 
 def moving_reference(state: TrainState) -> Params | None:
     """Return all params of the reference policy that a state keeps, or None; no array is copied."""
-    kept = carried(state.opt_state, KeptReference)
-    return None if kept is None else join_params(state.frozen, kept.params)
+    reference = carried(state.opt_state, KeptReference)
+    return None if reference is None else join_params(state.frozen, reference.params)
 
 
 def reference_mover(layout: Shardings) -> Callable[[TrainState], TrainState]:
