@@ -18,17 +18,23 @@ from typing import Any
 import numpy as np
 
 from oarjax.stats import detectable_effect
+from oarjax.tools.study.config import load_study
+from oarjax.tools.study.page import arms_table, difference_table, primaries_table, table
+from oarjax.tools.study.results import collect, plan_so_far
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
 TASKS = {
-    "race2_forks_copy": ("forks, copy", 32),
-    "race2_forks_echo": ("forks, echo", 32),
-    "race2_forks_uneven": ("forks, uneven", 32),
-    "race2_stories": ("stories", 12),
-    "race2_demo": ("demo", 16),
+    "race2_forks_copy": ("forks, copy", 32, "study_race2_forks", "{kind: copy, filler: 8}"),
+    "race2_forks_echo": ("forks, echo", 32, "study_race2_forks", "{kind: echo, filler: 8}"),
+    "race2_forks_uneven": ("forks, uneven", 32, "study_race2_forks", "{kind: copy, filler: 8, uneven: 0.35}"),
+    "race2_stories": ("stories", 12, "study_race2_stories", None),
+    "race2_demo": ("demo", 16, "study_race2_demo", None),
 }
-"""Files of records, the names of their tasks, and the seeds that confirm."""
+"""Files of records, the names of their tasks, the seeds that confirm, their studies, and the kind of forks."""
+
+FORKS = ("data.train", "data.eval", "sft.data")
+"""Where a study's base says which forks."""
 
 VALUED = """### Are the values right?
 
@@ -53,7 +59,7 @@ def main() -> None:
 def tables() -> str:
     """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
     parts = []
-    for file, (task, seeds) in TASKS.items():
+    for file, (task, seeds, study, forks) in TASKS.items():
         path = HERE / "data" / f"{file}.jsonl"
         if not path.exists():
             parts.append(f"{task}: no run has finished.\n")
@@ -65,12 +71,29 @@ def tables() -> str:
         )
         parts += [f"{line}\n" for line in detected(choosing, seeds)]
         if confirming := [record for record in records if record["value"] is None]:
-            arms = len({record["arm"].rpartition(", ")[0] for record in choosing})
+            runs = seeds * len({record["arm"].rpartition(", ")[0] for record in choosing})
             parts.append(
-                f"{task}: {len(confirming)} of {arms * seeds} runs that confirm have finished, from "
-                f"{commits_of(confirming)}; they are compared once all have.\n"
+                f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
+                + ("; they are compared once all have.\n" if len(confirming) < runs else ".\n")
             )
+            parts += [*compared(file, study, forks)] if len(confirming) == runs else []
     return "\n".join([*parts, VALUED, valued()])
+
+
+def compared(file: str, study: str, forks: str | None) -> list[str]:
+    """Return the primary comparisons, and tables of areas by arm and of differences to each of ``against``."""
+    overrides = [f"records=docs/data/{file}.jsonl"]
+    overrides += [] if forks is None else [f"base.{data}.forks={forks}" for data in FORKS]
+    results = collect(plan_so_far(load_study(HERE.parent / "configs" / f"{study}.yaml", overrides)))
+    parts = ["Areas paired by seed, Student's t, adjusted by Holm over these comparisons:\n"]
+    parts.append(table(primaries_table(results["primaries"])))
+    parts.append(table([row[:4] for row in arms_table(results["arms"])]))
+    for baseline, differences in results["differences"].items():
+        header, *rows = difference_table(differences)
+        columns = [at for at, title in enumerate(header) if "time" not in title]  # runs shared the machine
+        parts.append(f"Differences to {baseline}, paired by seed, in points of pass@1, not corrected:\n")
+        parts.append(table([[row[at] for at in columns] for row in (header, *rows)]))
+    return parts
 
 
 def commits_of(records: list[dict[str, Any]]) -> str:
@@ -83,7 +106,7 @@ def valued() -> str:
     head = ["task", "places by", "completions", "correlation", "at most", "same sign"]
     head += ["v - Q of the drawn token", "of the others"]
     rows, notes = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], list[str]()
-    for file, (task, _) in TASKS.items():
+    for file, (task, *_) in TASKS.items():
         path = HERE / "data" / f"{file.replace('race2', 'values')}.json"
         if not path.exists():
             rows.append(f"| {task} | not measured" + " |" * (len(head) - 1))

@@ -44,7 +44,7 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
     if tree.get("failed"):
         parts.append("Failed: " + ", ".join(tree["failed"]) + ".\n")
     if arms:
-        parts.append(_table(arms_table(arms)))
+        parts.append(table(arms_table(arms)))
         parts.append(
             "Means over seeds, ± half of a 95% interval (Student's t). Area: under held-out pass@1 over the "
             "iterations, as a mean. Entropy: nats per token over the last fifth of the iterations. ESS: effective "
@@ -53,7 +53,7 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
     for baseline, by_arm in tree["differences"].items():
         if by_arm:
             parts.append(f"Differences to {baseline}, paired by seed, in points of pass@1:\n")
-            parts.append(_table(difference_table(by_arm)))
+            parts.append(table(difference_table(by_arm)))
     if tree["differences"]:
         parts.append(
             "Not corrected for multiple comparisons: of twenty intervals, one misses its true value by chance. Equal "
@@ -62,14 +62,14 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
         )
     if tree.get("primaries"):
         parts.append("Primary comparisons, areas paired by seed, Student's t, adjusted by Holm over all of them:\n")
-        parts.append(_table(primaries_table(tree["primaries"])))
+        parts.append(table(primaries_table(tree["primaries"])))
     if tree.get("choose"):
         parts.append(
             f"{tree['choose']['field']} of each arm: the largest mean area"
             f"{' less its standard error' if tree['choose'].get('by') == 'lower' else ''} over seeds "
             f"{', '.join(map(str, tree['choose']['seeds']))}, which count for nothing else:\n"
         )
-        parts.append(_table(choose_table(tree["choose"])))
+        parts.append(table(choose_table(tree["choose"])))
         if tree["choose"].get("at_edge"):
             parts.append("At the edge of what was tried: " + ", ".join(tree["choose"]["at_edge"]) + ".\n")
     if tree.get("budget", {}).get("seconds"):
@@ -79,10 +79,10 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
         parts.append(
             f"Final pass@1 of {sweep['of']} over {' and '.join(sweep['fields'])}, {len(sweep['seeds'])} seeds:\n"
         )
-        parts.append(_table(sweep_table(sweep)))
+        parts.append(table(sweep_table(sweep)))
         if any(cell.get("difference") for cell in sweep["cells"]):
             parts.append(f"Their areas less those of {sweep['of']} as it is, paired by seed, in points:\n")
-            parts.append(_table(sweep_table(sweep, show=lambda cell: points_of(cell.get("difference")))))
+            parts.append(table(sweep_table(sweep, show=lambda cell: points_of(cell.get("difference")))))
     parts += [f"![{Path(figure).stem}]({figure})\n" for figure in figures]
     return "\n".join(parts)
 
@@ -185,7 +185,8 @@ def _with_half(triple: Triple, *, scale: float, form: str, unit: str) -> str:
     return text if high is None else f"{text} ±{form.replace('+', '').format(scale * (high - mean))}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows, the header first, as a table in Markdown."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     line = "|" + "---|" * len(rows[0])
     return "\n".join([head, line, *body]) + "\n"
