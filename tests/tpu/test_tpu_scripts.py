@@ -840,7 +840,8 @@ def test_a_run_that_died_without_a_word_is_not_watched_for_ever(cloud):
 
 
 REAL = f"""#!/usr/bin/env bash
-export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false XLA_FLAGS="{os.environ["XLA_FLAGS"]}"
+export PYTHONPYCACHEPREFIX="{sys.pycache_prefix or ""}"
 exec {sys.executable} -m oarjax.cli "$@"
 """
 SMALL = (
@@ -859,7 +860,7 @@ def test_the_real_oarjax_told_to_stop_is_started_again_and_completes_the_run(clo
     for place in (base / "src", cloud.checkout):
         shutil.copy(ROOT / "configs" / "demo.yaml", place / "configs")
     metrics = cloud.folder / "bucket" / "runs" / "first" / "metrics.jsonl"
-    cache = f"compilation_cache={CACHE / 'tpu-scripts'}"
+    cache = f"compilation_cache={CACHE}"
     with cloud.start("run", "--config", "configs/demo.yaml", "--", cache) as process:
         while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
             time.sleep(0.1)
