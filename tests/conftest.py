@@ -5,8 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -78,29 +76,6 @@ def json_lines(program: str, *arguments: str, devices: int, quick: bool = False,
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests behind the others, so that a session of both runs each kind as a session of its own would."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-
-
-class Stopped(Exception):
-    pass
-
-
-@contextmanager
-def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
-    """Stop a run at its ``iteration``-th iteration, counted from 1; fail if it does not get there."""
-    from oarjax.training import trainer
-
-    calls, iterate = [], trainer.iterate
-
-    def stops(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == iteration:
-            raise Stopped
-        return iterate(*args, **kwargs)
-
-    with patch.context() as inner:
-        inner.setattr(trainer, "iterate", stops)
-        with pytest.raises(Stopped):
-            yield
 
 
 @pytest.fixture
