@@ -17,7 +17,10 @@ import yaml
 from conftest import CACHE
 from starts import Started
 
+from oarjax.data.hf import write_random_checkpoint
+from oarjax.data.hf_files import read_fields
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.data.tasks.turns import write_turns_policy
 from oarjax.report.files import read_metrics
 
 ITERATIONS = 6
@@ -115,6 +118,7 @@ def carrying_config(config: Path) -> Path:
     tree["lora"] = {"rank": 2, "alpha": 4, "targets": ["q", "v"]}
     tree["loss"] = {"teacher": str(teacher), "reference": "host", "kl_in": "token", "kl_beta": 0.1}
     tree["loss"] |= {"entropy_target": 9}
+    tree["iterations"] = 4
     tree["optim"] |= {"function": "optax.lion"}
     tree["update"]["skip_zero_variance"] = False
     tree["advantage"] = {"method": "problem", "scale": "problem"}
@@ -156,16 +160,24 @@ class Unruly:
 
 
 def episodes_config(config: Path) -> Path:
-    """Write beside a micro config one of episodes whose environment misbehaves, with credit by turns."""
+    """Write beside a micro config one of episodes whose environment misbehaves, with credit by turns.
+
+    Moments of the adapters are bfloat16.
+    """
     plugin, tree = config.with_name("unruly.py"), yaml.safe_load(config.read_text())
     plugin.write_text(UNRULY)
-    tree["policy"]["path"] = "builtin:turns"
+    turns = write_turns_policy(config.with_name("turns"), seed=0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fields = read_fields(turns) | sizes | {"num_key_value_heads": 2}
+    tree["policy"]["path"] = str(write_random_checkpoint(config.with_name("small"), fields, seed=0, tokenizer=turns))
     for name, part in {"train": tree["data"], "eval": tree["data"], "data": tree["sft"]}.items():
         part[name] = {"source": "builtin:guess", "split": "sft" if name == "data" else name, "limit": 8}
     tree["rollout"] |= {"max_new": 24, "completion_bucket": 24}
     tree["rollout"]["environment"] = {"name": f"{plugin}:Unruly", "turns": 4, "deadline": 300}
     tree["grading"]["rewards"] = [{"name": "environment"}]
     tree["lora"] = {"rank": 2, "alpha": 4, "targets": ["q", "v"]}
+    tree["optim"] |= {"moments": "bfloat16"}
+    tree["iterations"] = 4
     tree["credit"] = {"method": "turn_rewards", "turn_rewards": {"discount": 0.5}, "answer": {"style": "none"}}
     config.with_name("episodes.yaml").write_text(yaml.safe_dump(tree))
     return config.with_name("episodes.yaml")
