@@ -349,21 +349,18 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     tree = config(str(tmp_path / "policy")).model_dump(mode="json")
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
     out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
-    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,fused,update,apply", "--credit", "oar_p")
+    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,fused,apply", "--credit", "oar_p")
     done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "does not fit" not in done.stdout
     (found,) = json.loads(out.read_text())
-    sample, fused, masked, update, applied = found["phases"]
-    assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
-    assert update["kernels"] > 0  # attention by Pallas
-    assert update["aliased"] >= 0.99 * found["resident"]["params"]  # the sums of gradients, which it adds to
+    sample, fused, masked, applied = found["phases"]
     assert applied["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
-    assert 0 < applied["seconds_together"] < update["seconds_in_turn"]
+    assert 0 < applied["seconds_together"] < fused["seconds_in_turn"]
     assert 0.9 < sample["share"] <= 1.05
     assert fused["executed"] * 4 == pytest.approx(found["expected_fused"], rel=0.03)
-    assert fused["model"] < 2 * update["model"]
-    assert fused["aliased"] >= 0.99 * found["resident"]["params"]
+    assert fused["kernels"] > 0  # attention by Pallas
+    assert fused["aliased"] >= 0.99 * found["resident"]["params"]  # the sums of gradients, which it adds to
     assert all(p["moved"] + p["passed"] > 0 for p in found["phases"])
     assert all(p["seconds_expected"] > p["seconds_together"] for p in found["phases"])
     assert masked["method"] == "oar_p"
@@ -371,7 +368,7 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     row, sizes = RowTokens(128, 128, 128 - ANSWER), decoder_of(QwenConfig.from_hf(TINY))
     asked, done = (masked_flops(sizes, row, share=1.0, buckets=buckets) for buckets in (None, 1))
     assert 0.5 < masked["share"] * done / asked <= 1.05
-    assert sample["hbm"]["total"] < update["hbm"]["total"] < GIB
+    assert sample["hbm"]["total"] < fused["hbm"]["total"] < GIB
 
 
 @pytest.mark.slow
@@ -391,6 +388,8 @@ def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
     (update,) = found["phases"]
     assert update["chips"] == 8
     assert update["executed"] * 8 == pytest.approx(found["expected"], rel=0.03)
+    assert update["kernels"] > 0
+    assert update["aliased"] >= 0.99 * found["resident"]["params"]
 
 
 @pytest.mark.slow
