@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from oarjax.stats import detectable_effect
-from oarjax.tools.study.config import load_study
+from oarjax.tools.study.config import StudyConfig, load_study
 from oarjax.tools.study.page import arms_table, difference_table, primaries_table, table
 from oarjax.tools.study.results import collect, plan_so_far
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
 TASKS = {
-    "race2_forks_copy": ("forks, copy", 32, "study_race2_forks", "{kind: copy, filler: 8}"),
-    "race2_forks_echo": ("forks, echo", 32, "study_race2_forks", "{kind: echo, filler: 8}"),
-    "race2_forks_uneven": ("forks, uneven", 32, "study_race2_forks", "{kind: copy, filler: 8, uneven: 0.35}"),
-    "race2_stories": ("stories", 12, "study_race2_stories", None),
-    "race2_demo": ("demo", 16, "study_race2_demo", None),
+    "race2_forks_copy": ("forks, copy", "study_race2_forks", "{kind: copy, filler: 8}"),
+    "race2_forks_echo": ("forks, echo", "study_race2_forks", "{kind: echo, filler: 8}"),
+    "race2_forks_uneven": ("forks, uneven", "study_race2_forks", "{kind: copy, filler: 8, uneven: 0.35}"),
+    "race2_stories": ("stories", "study_race2_stories", None),
+    "race2_demo": ("demo", "study_race2_demo", None),
 }
-"""Files of records, the names of their tasks, the seeds that confirm, their studies, and the kind of forks."""
+"""Files of records, the names of their tasks, their studies, and the kind of forks."""
 
 FORKS = ("data.train", "data.eval", "sft.data")
 """Where a study's base says which forks."""
@@ -59,32 +59,36 @@ def main() -> None:
 def tables() -> str:
     """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
     parts = []
-    for file, (task, seeds, study, forks) in TASKS.items():
+    for file, (task, name, forks) in TASKS.items():
         path = HERE / "data" / f"{file}.jsonl"
         if not path.exists():
             parts.append(f"{task}: no run has finished.\n")
             continue
+        study = study_of(path, name, forks)
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         choosing = [record for record in records if record["value"] is not None]
         parts.append(
             f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"
         )
-        parts += [f"{line}\n" for line in detected(choosing, seeds)]
+        parts += [f"{line}\n" for line in detected(choosing, len(study.seeds))]
         if confirming := [record for record in records if record["value"] is None]:
-            runs = seeds * len({record["arm"].rpartition(", ")[0] for record in choosing})
-            parts.append(
-                f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
-                + ("; they are compared once all have.\n" if len(confirming) < runs else ".\n")
-            )
-            parts += [*compared(file, study, forks)] if len(confirming) == runs else []
+            runs = len(study.seeds) * len(study.arms)
+            said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
+            unfinished = len(confirming) < runs
+            parts.append(f"{said}; they are compared once all have.\n" if unfinished else f"{said}.\n")
+            parts += [] if unfinished else compared(study)
     return "\n".join([*parts, VALUED, valued()])
 
 
-def compared(file: str, study: str, forks: str | None) -> list[str]:
+def study_of(records: Path, name: str, forks: str | None) -> StudyConfig:
+    """Load the study of a task, with the records of its runs."""
+    overrides = [] if forks is None else [f"base.{data}.forks={forks}" for data in FORKS]
+    return load_study(HERE.parent / "configs" / f"{name}.yaml", [f"records={records}", *overrides])
+
+
+def compared(study: StudyConfig) -> list[str]:
     """Return the primary comparisons, and tables of areas by arm and of differences to each of ``against``."""
-    overrides = [f"records=docs/data/{file}.jsonl"]
-    overrides += [] if forks is None else [f"base.{data}.forks={forks}" for data in FORKS]
-    results = collect(plan_so_far(load_study(HERE.parent / "configs" / f"{study}.yaml", overrides)))
+    results = collect(plan_so_far(study))
     parts = ["Areas paired by seed, Student's t, adjusted by Holm over these comparisons:\n"]
     parts.append(table(primaries_table(results["primaries"])))
     parts.append(table([row[:4] for row in arms_table(results["arms"])]))
@@ -105,11 +109,11 @@ def valued() -> str:
     """Return a table of how v(a) - b compares with Q(a) - V of forced branches, by task and finder of the places."""
     head = ["task", "places by", "completions", "correlation", "at most", "same sign"]
     head += ["v - Q of the drawn token", "of the others"]
-    rows, notes = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], list[str]()
+    rows, notes = [head], list[str]()
     for file, (task, *_) in TASKS.items():
         path = HERE / "data" / f"{file.replace('race2', 'values')}.json"
         if not path.exists():
-            rows.append(f"| {task} | not measured" + " |" * (len(head) - 1))
+            rows.append([task, "not measured", *[""] * (len(head) - 2)])
             continue
         tree = json.loads(path.read_text(encoding="utf-8"))
         for by, found in tree["by"].items():
@@ -117,11 +121,11 @@ def valued() -> str:
             cells = [f"{m:.2f} ({a:.2f} to {b:.2f})" for m, a, b in agree]
             cells[1:1] = [f"{found['ceiling'][0]:.2f}"]
             cells += [f"{m:+.2f} ({a:+.2f} to {b:+.2f})" for m, a, b in (found["bias_drawn"], found["bias_others"])]
-            rows.append(f"| {task} | {by} | {tree['completions']} | {' | '.join(cells)} |")
+            rows.append([task, by, str(tree["completions"]), *cells])
         if places := tree.get("places"):
             shares = ", ".join(f"{count} {name}" for name, count in places.items() if name != "of")
-            notes.append(f"\nThe places of {places['of']} on {task} are {shares}.")
-    return "\n".join(rows + notes) + "\n"
+            notes.append(f"The places of {places['of']} on {task} are {shares}.\n")
+    return "\n".join([table(rows), *notes])
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:
@@ -132,16 +136,15 @@ def areas_table(records: list[dict[str, Any]]) -> str:
         areas[arm, record["value"]].append(record["measures"]["area"])
         seconds[arm].append(record["seconds"])
     rates = sorted({rate for _, rate in areas})
-    rows = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} | best by now | seconds of a run, median |"]
-    rows.append("|---" * (len(rates) + 3) + "|")
+    rows = [["arm", *(f"{rate:g}" for rate in rates), "best by now", "seconds of a run, median"]]
     for arm in seconds:
         cells = [areas.get((arm, rate), []) for rate in rates]
         shown = [f"{100 * np.mean(cell):.1f}% ({len(cell)})" if cell else "" for cell in cells]
         ran = {rate: cell for rate, cell in zip(rates, cells) if cell}
         best = best_rate(ran)
         named = f"{best:g}" + ", an edge" * (best in (min(ran), max(ran)))
-        rows.append(f"| {arm} | {' | '.join(shown)} | {named} | {np.median(seconds[arm]):.0f} |")
-    return "\n".join(rows) + "\n"
+        rows.append([arm, *shown, named, f"{np.median(seconds[arm]):.0f}"])
+    return table(rows)
 
 
 def best_rate(areas: dict[float, list[float]]) -> float:
