@@ -106,7 +106,7 @@ def test_two_iterations_within_4_gib(request, tmp_path):
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["train", str(ROOT / "configs" / "gsm8k_smoke_cpu.yaml"), f"run_dir={tmp_path / 'run'}"]
     command += [f"data.train.source={problems}", f"compilation_cache={CACHE}"]
-    command += [f"policy.tokenizer={tokenizer}", "rollout.prompts=2"]  # the update's rows at a time are the config's
+    command += [f"policy.tokenizer={tokenizer}"]
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peak = float(done.stderr.rpartition("peak MiB")[2])

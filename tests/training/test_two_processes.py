@@ -331,14 +331,14 @@ def test_an_error_on_one_process_ends_them_all(config, tmp_path):
     assert "no checkpoint is there: start again" in said[1]
 
 
-CHANGES = ("iterations=12", "checkpoint.keep=9", "mesh={data: 1, fsdp: 2, tensor: 1}")
+CHANGES = ("iterations=12", "checkpoint.keep=9")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config, tmp_path_factory) -> Path:
     """A run of two processes that nothing disturbs, whose programs are compiled where they are called."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    trained(config, folder, *CHANGES, processes=2, devices=2)
+    trained(config, folder, "iterations=12", processes=2)
     return folder
 
 
@@ -379,10 +379,10 @@ def test_a_pair_whose_hosts_are_slow_told_to_stop_and_lost_ends_the_same(config,
 
 @contextlib.contextmanager
 def pair(config: Path, run: Path, logs: list[Path], *overrides: str) -> Iterator[list[starts.Started]]:
-    """Start a run of two processes with a device each; none of them outlives the block."""
+    """Start a run of two processes; none of them outlives the block."""
     command = ["train", str(config), f"run_dir={run}", *overrides, "distributed.processes=2"]
     told = f"distributed.coordinator=127.0.0.1:{free_port()}"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1), "PYTHONPATH": str(ROOT)}
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(4), "PYTHONPATH": str(ROOT)}
     both = [
         starts.Started([*command, told, f"distributed.process={n}"], log=log, environment=environment)
         for n, log in enumerate(logs)
