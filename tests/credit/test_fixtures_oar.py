@@ -202,7 +202,7 @@ def test_linearised_survives_bfloat16(case, x64, highest_precision, request):
     if not folder.exists():
         folder = request.getfixturevalue("shared") / "fixtures" / "oar" / f"case{case}"
     error, agreement, tokens = rounding(folder, "linearised")
-    assert error < 0.065
+    assert error < (0.065 if case == 3 else 0.05)  # 5% for all six while q, k, v, gate and up were float32
     assert agreement > 0.98 or tokens < 20
 
 
