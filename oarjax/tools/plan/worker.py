@@ -152,6 +152,8 @@ def _write(path: Path, content: bytes) -> None:
 def main() -> None:
     # JAX's own cache writes programs of a topology and cannot read them again.
     jax.config.update("jax_enable_compilation_cache", False)
+    # Kernels carry the files and lines that they were traced from, which would be part of a program's key.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         result = plan(json.load(sys.stdin))
     except UserError as error:

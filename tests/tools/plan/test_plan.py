@@ -390,6 +390,9 @@ def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
     assert update["executed"] * 8 == pytest.approx(found["expected"], rel=0.03)
     assert update["kernels"] > 0
     assert update["aliased"] >= 0.99 * found["resident"]["params"]
+    # A program's key is the same from any folder, and after lines of its source have moved.
+    (program,) = (tmp_path / "cache").glob("*.hlo.gz")
+    assert str(ROOT) not in gzip.decompress(program.read_bytes()).decode()
 
 
 @pytest.mark.slow
