@@ -25,13 +25,13 @@ from oarjax.tools.study.results import collect, plan_so_far
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
 TASKS = {
-    "race2_forks_copy": ("forks, copy", "study_race2_forks", "{kind: copy, filler: 8}"),
-    "race2_forks_echo": ("forks, echo", "study_race2_forks", "{kind: echo, filler: 8}"),
-    "race2_forks_uneven": ("forks, uneven", "study_race2_forks", "{kind: copy, filler: 8, uneven: 0.35}"),
-    "race2_stories": ("stories", "study_race2_stories", None),
-    "race2_demo": ("demo", "study_race2_demo", None),
+    "race2_forks_copy": ("forks, copy", "study_race2_forks", "{kind: copy, filler: 8}", None),
+    "race2_forks_echo": ("forks, echo", "study_race2_forks", "{kind: echo, filler: 8}", [*range(4, 52)]),
+    "race2_forks_uneven": ("forks, uneven", "study_race2_forks", "{kind: copy, filler: 8, uneven: 0.35}", None),
+    "race2_stories": ("stories", "study_race2_stories", None, None),
+    "race2_demo": ("demo", "study_race2_demo", None, None),
 }
-"""Files of records, the names of their tasks, their studies, and the kind of forks."""
+"""Files of records, the names of their tasks, their studies, the kind of forks, and seeds other than the study's."""
 
 FORKS = ("data.train", "data.eval", "sft.data")
 """Where a study's base says which forks."""
@@ -59,12 +59,12 @@ def main() -> None:
 def tables() -> str:
     """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
     parts = []
-    for file, (task, name, forks) in TASKS.items():
+    for file, (task, name, forks, seeds) in TASKS.items():
         path = HERE / "data" / f"{file}.jsonl"
         if not path.exists():
             parts.append(f"{task}: no run has finished.\n")
             continue
-        study = study_of(path, name, forks)
+        study = study_of(path, name, forks, seeds)
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         choosing = [record for record in records if record["value"] is not None]
         parts.append(
@@ -80,9 +80,10 @@ def tables() -> str:
     return "\n".join([*parts, VALUED, valued()])
 
 
-def study_of(records: Path, name: str, forks: str | None) -> StudyConfig:
+def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:
     """Load the study of a task, with the records of its runs."""
     overrides = [] if forks is None else [f"base.{data}.forks={forks}" for data in FORKS]
+    overrides += [] if seeds is None else [f"seeds={seeds}"]
     return load_study(HERE.parent / "configs" / f"{name}.yaml", [f"records={records}", *overrides])
 
 
