@@ -89,8 +89,13 @@ class Attention(nnx.Module):
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         flat = x.reshape(-1, x.shape[-1])
-        products = undivided(x, [_projected(p, flat, ATTENTION, rounds=self.rounds) for p in (self.q, self.k, self.v)])
+        # Where heads are normalised they are kept apart: a TPU's compiler would move flat ones to another layout.
+        apart = self.q_norm is not None
+        products = [_product(p, flat, rounds=self.rounds) for p in (self.q, self.k, self.v)]
+        products = undivided(x, products if apart else [kept(product, ATTENTION) for product in products])
         q, k, v = (product.reshape(*x.shape[:2], -1, self.head_dim) for product in products)
+        if apart:
+            q, k, v = (kept(x, ATTENTION) for x in (q, k, v))
         gate = None
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2]
@@ -117,7 +122,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         flat = x.reshape(-1, x.shape[-1])
-        gate, up = (_projected(p, flat, FED, rounds=self.rounds).astype(x.dtype) for p in (self.gate, self.up))
+        gate, up = (kept(_product(p, flat, rounds=self.rounds), FED).astype(x.dtype) for p in (self.gate, self.up))
         return self.down(jax.nn.silu(gate) * up).reshape(x.shape)
 
 
@@ -126,9 +131,9 @@ def _rounds(cfg: QwenConfig) -> bool:
     return cfg.experts is None and cfg.delta is None
 
 
-def _projected(linear: nnx.Linear, x: Float[Array, "rows D"], where: str, *, rounds: bool) -> Float[Array, "rows F"]:
-    """Return a product, in the dtype of its operands if it ``rounds``, as remat may keep it."""
-    return kept(linear(x).astype(linear.dtype) if rounds else linear(x), where)
+def _product(linear: nnx.Linear, x: Float[Array, "rows D"], *, rounds: bool) -> Float[Array, "rows F"]:
+    """Return a product, in the dtype of its operands if it ``rounds``."""
+    return linear(x).astype(linear.dtype) if rounds else linear(x)
 
 
 def _fed(
