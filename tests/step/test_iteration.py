@@ -46,12 +46,10 @@ def test_leaving_out_groups_of_equal_rewards_changes_the_work_not_the_update():
     assert difference(skip.params, keep.params) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dr_grpo"))]
-)
-def test_microbatches_are_the_whole_batch(aggregation):
-    whole, a = run(tiny.config(update__microbatch=16, loss__aggregation=aggregation))
-    parts, b = run(tiny.config(loss__aggregation=aggregation))  # of 4 rows
+def test_microbatches_are_the_whole_batch():
+    """Of every aggregation: tests/rl/test_loss.py."""
+    whole, a = run(tiny.config(update__microbatch=16))
+    parts, b = run(tiny.config())  # of 4 rows
     assert difference(whole.params, parts.params) < 1e-3  # one Adam step, whose size is nearly sign(gradient)
     assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=1e-5, abs=1e-6)
     assert a.metrics["grad_norm"] == pytest.approx(b.metrics["grad_norm"], rel=1e-4)
