@@ -161,7 +161,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def programs():
-    return {line["phase"]: line for line in json_lines(PROGRAM, devices=8)}
+    return {line["phase"]: line for line in json_lines(PROGRAM, devices=8, quick=True)}
 
 
 @pytest.mark.slow
