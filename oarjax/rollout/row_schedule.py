@@ -14,6 +14,10 @@ FEWEST = 8
 """Rows below which none are dropped: a matrix product of fewer takes a CPU or a TPU just as long."""
 
 
+SHORT = 128
+"""Tokens of completions below which no rows are dropped at all: that saves less than its programs take to compile."""
+
+
 TILE = 128
 """Slots of a cache are whole multiples of this, if there are so many: the lanes of a TPU."""
 
@@ -21,6 +25,11 @@ TILE = 128
 def cache_step(max_new: int, slots: int | None) -> int:
     """Return the slots that are read at first: ``slots``, or an eighth of max_new and at least 128."""
     return min(slots or max(128, -(-max_new // 8)), max(max_new - 1, 1))
+
+
+def fewest_decoded(rows: int, max_new: int, *, share: float = 0.0) -> int:
+    """Return the rows below which none of ``rows`` are dropped: this share, and at least FEWEST; all where SHORT."""
+    return rows if max_new < SHORT else max(FEWEST, int(share * rows))
 
 
 class RowBucket(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 from oarjax.config.learning import RolloutConfig
 from oarjax.config.outputs import EvalConfig
 from oarjax.models.policy import Policy
-from oarjax.rollout.row_schedule import FEWEST
+from oarjax.rollout.row_schedule import fewest_decoded
 from oarjax.rollout.sampler import Decoding, group_keys, problem_keys, rollout_key
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.rollout.source import Batch
@@ -66,11 +66,11 @@ def group_sampler(
         stop_table(roll.stop, token_bytes),
         record_experts=record_experts,
     )
+    decoding, fewest = decoding._replace(**changes), partial(fewest_decoded, roll.prompts * size, roll.max_new)
     if goes_on:  # most rows of a batch may be over, and each number of rows is a set of programs
-        options = {"keys_of": row_keys, "group": 1, "fewest": max(FEWEST, roll.prompts * size // 4)}
-        return _sampler(policy, roll, decoding._replace(**changes), rows=rows, **options)
+        return _sampler(policy, roll, decoding, keys_of=row_keys, group=1, rows=rows, fewest=fewest(share=0.25))
     keys = partial(group_keys, group_size=size)
-    return _sampler(policy, roll, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
+    return _sampler(policy, roll, decoding, keys_of=keys, group=size, rows=rows, fewest=fewest())
 
 
 def row_keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
@@ -114,16 +114,16 @@ def evaluation_sampler(
         return jax.vmap(jax.random.fold_in)(rows, samples)
 
     group, keys_of = (1, keys_on) if goes_on else (evaluation.samples, keys)
-    fewest = fewest_evaluated(evaluation)
+    fewest = fewest_evaluated(evaluation, roll)
     return _sampler(policy, roll, decoding, keys_of=keys_of, group=group, rows=rows, fewest=fewest)
 
 
-def fewest_evaluated(evaluation: EvalConfig) -> int:
+def fewest_evaluated(evaluation: EvalConfig, roll: RolloutConfig) -> int:
     """Return the rows below which an evaluation drops none: a quarter, since fewer are seldom faster.
 
     Evaluations are rare, and each number of rows is a set of programs.
     """
-    return max(FEWEST, evaluation.batch * evaluation.samples // 4)
+    return fewest_decoded(evaluation.batch * evaluation.samples, roll.max_new, share=0.25)
 
 
 def _sampler(policy: Policy, roll: RolloutConfig, decoding: Decoding, **options: Any) -> SegmentedSampler:

@@ -14,7 +14,7 @@ from oarjax.config.outputs import EvalConfig
 from oarjax.config.schema import Config
 from oarjax.kernels.decode_attention import DecodeKind, padded_slots
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.rollout.row_schedule import DecodePlan, cache_step, make_plan
+from oarjax.rollout.row_schedule import DecodePlan, cache_step, fewest_decoded, make_plan
 from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit
 from oarjax.run.layout import check_layouts
@@ -96,6 +96,7 @@ def rollout_plan(s: LargestShapes, rollout: RolloutConfig, *, blocks: int) -> De
         cache_bucket=cache_step(s.completion, rollout.cache_bucket),
         slots=rollout.slots,
         blocks=blocks,
+        fewest=fewest_decoded(s.prompts * rollout.group_size, s.completion),
     )
 
 
@@ -109,7 +110,7 @@ def evaluation_plan(s: LargestShapes, rollout: RolloutConfig, evaluation: EvalCo
         cache_bucket=cache_step(s.completion, rollout.cache_bucket),
         slots=rollout.slots,
         blocks=blocks,
-        fewest=fewest_evaluated(evaluation),
+        fewest=fewest_evaluated(evaluation, rollout),
     )
 
 
