@@ -43,7 +43,7 @@ BENCHMARKS = {
     "aime25": Benchmark({"source": "math-ai/aime25", "split": "test", "prompt_field": "problem"}),
     "amc23": Benchmark({"source": "math-ai/amc23", "split": "test"}),
     "demo": Benchmark(
-        {"source": "builtin:arithmetic", "split": "eval", "arithmetic": {"highest": 19}},
+        {"source": "builtin:arithmetic", "split": "eval", "arithmetic": {"highest": 9}},
         max_new=48,
         settings={
             "data.max_prompt": 32,

@@ -40,10 +40,10 @@ def test_a_config_of_ones_own_data(tmp_path):
 
 
 def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
-    rows = ["question,answer", "9+9=,18", "9+8=,17", "19+1=,20", "1-2=,-1"]
+    rows = ["question,answer", "9-9=,0", "9-2=,7", "9+1=,10", "1-2=,-1"]
     (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")
     said = write_config("sums.csv", base="demo").message()
-    assert "2 of 4 answers are not numbers from 0 to 19" in said
+    assert "2 of 4 answers are not numbers from 0 to 9" in said
     assert "4 of 4 prompts do not have 5 numbers" in said
     assert "hub" not in said
     assert "cannot read" not in said
