@@ -91,11 +91,10 @@ class Attention(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         # Where heads are normalised they are kept apart: a TPU's compiler would move flat ones to another layout.
         apart = self.q_norm is not None
-        products = [_product(p, flat, rounds=self.rounds) for p in (self.q, self.k, self.v)]
-        products = undivided(x, products if apart else [kept(product, ATTENTION) for product in products])
-        q, k, v = (product.reshape(*x.shape[:2], -1, self.head_dim) for product in products)
-        if apart:
-            q, k, v = (kept(x, ATTENTION) for x in (q, k, v))
+        products = (_product(p, flat, rounds=self.rounds) for p in (self.q, self.k, self.v))
+        products = undivided(x, [product if apart else kept(product, ATTENTION) for product in products])
+        divided = [product.reshape(*x.shape[:2], -1, self.head_dim) for product in products]
+        q, k, v = (kept(heads, ATTENTION) if apart else heads for heads in divided)
         gate = None
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2]
