@@ -44,9 +44,9 @@ BENCHMARKS = {
     "amc23": Benchmark({"source": "math-ai/amc23", "split": "test"}),
     "demo": Benchmark(
         {"source": "builtin:arithmetic", "split": "eval", "arithmetic": {"highest": 9}},
-        max_new=48,
+        max_new=32,
         settings={
-            "data.max_prompt": 32,
+            "data.max_prompt": 16,
             "rollout.prompt_bucket": 16,
             "grading.rewards": [{"name": "exact"}],
             "credit.answer.style": "hash",
