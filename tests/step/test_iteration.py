@@ -7,10 +7,12 @@ import pytest
 import tiny
 
 from oarjax.config.loading import parse_config
+from oarjax.config.outputs import EvalConfig
 from oarjax.errors import ConfigError
 from oarjax.rollout.sampler import rollout_key
 from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import NOISE, ORDER, add_metrics, iterate
+from oarjax.step.sampling import fewest_evaluated
 from oarjax.types import Mean
 
 
@@ -285,7 +287,15 @@ def test_one_compilation_serves_any_number_of_rows(method):
         assert done.metrics["rows_used"] == 16 - constant
     learning = (steps.score, steps.accumulate) if steps.fused_add is None else (steps.fused_add,)
     assert [program._cache_size() for program in (*learning, steps.apply)] == [1] * (len(learning) + 1)
-    assert steps.sample.decode_programs <= 2  # of 16 rows and of 8
+    assert steps.sample.decode_programs == 1
+
+
+@pytest.mark.parametrize(("max_new", "drawn", "evaluated"), [(127, [16], 64), (128, [16, 8], 16)])
+def test_rows_are_dropped_from_128_tokens_on(max_new, drawn, evaluated):
+    cfg = tiny.config(rollout__max_new=max_new)
+    _, steps, _ = tiny.build(cfg)
+    assert [bucket.rows for bucket in steps.sample.plan(tiny.prompts()).buckets] == drawn
+    assert fewest_evaluated(EvalConfig(batch=32, samples=2), cfg.rollout) == evaluated
 
 
 def test_every_purpose_has_its_own_noise():
