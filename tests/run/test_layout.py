@@ -97,6 +97,7 @@ def test_what_does_not_divide_is_refused():
 PROGRAM = """
 import json, math, sys
 import jax
+from oarjax.rollout import row_schedule
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.tools.plan.hlo import COLLECTIVES, parse
@@ -145,6 +146,7 @@ for phase in ("score", "update"):
     print(json.dumps({"phase": phase, "collectives": [[loops, i.opcode, sizes(i), i.op_name] for loops, i in found]}))
 
 # The memory table of a run lowers all of them, and sampling may have another mesh than training.
+row_schedule.SHORT = 2  # rows that are done are dropped
 apart = built({"fsdp": 8, "tensor": 1}, rollout__tensor=2, rollout__cache_bucket=5, data__eval={"source": "unused"},
               eval__batch=8)
 lowered = [[p.phase, p.name] for p in ProgramShapes(apart).programs() if p.lower()]

@@ -12,6 +12,7 @@ from tiny_programs import built
 
 from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
+from oarjax.rollout import row_schedule
 from oarjax.run import memory as memory_estimate
 from oarjax.run.memory import memory_facts, report_memory
 from oarjax.run.shapes import ProgramShapes
@@ -25,6 +26,7 @@ def printed():
 
 @pytest.mark.slow
 def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_schedule, "SHORT", 2)  # rows that are done are dropped, and the others move
     console, weights = printed(), 4 * parameter_count(tiny.model())
     everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4, rollout__cache_bucket=5)
     found = {each.title: each for each in report_memory(ProgramShapes(everything), tmp_path, console)}

@@ -11,7 +11,7 @@ from tiny_programs import built
 from oarjax.environments.pool import Step
 from oarjax.models.lora import all_params
 from oarjax.models.weights import init_params, parameter_count
-from oarjax.rollout import source
+from oarjax.rollout import row_schedule, source
 from oarjax.run.compile_ahead import in_order
 from oarjax.run.shapes import ProgramShapes, bytes_per_device
 from oarjax.sources.episodes import EpisodeSource
@@ -39,6 +39,7 @@ class Asks:
 def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog, monkeypatch):
     """Neither of the scores and updates of two lengths, nor of rollouts and evaluations of fewer and fewer rows."""
     monkeypatch.setattr(source, "SHORT", 2)  # rows that go on have two widths
+    monkeypatch.setattr(row_schedule, "SHORT", 2)  # rows that are done are dropped
     plays = "rollout__environment" in changes
     b = built(**changes, rollout__completion_bucket=5, data__eval={"source": "unused"}, eval__batch=4)
     listed = [*in_order(ProgramShapes(b), evaluates_first=False), ProgramShapes(b).reshard_program()]

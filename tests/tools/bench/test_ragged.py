@@ -10,6 +10,7 @@ import pytest
 from test_bench import PEAK, TINY
 
 from oarjax.data.hf import write_random_checkpoint
+from oarjax.rollout import row_schedule
 from oarjax.tools.bench import ragged_step, ragged_update, sides
 from oarjax.tools.bench.measure import counted_compilations, warm
 from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, bench_ragged, ragged_config
@@ -19,6 +20,14 @@ from oarjax.tools.bench.ragged_update import FINER, PADDED, RaggedUpdates, bench
 SMALL = Ragged(rows=16, prompt_tokens=4, max_new=8, stops=6, bucket=4, finer=2, answer=2)
 VOCAB = TINY["vocab_size"]
 TORCH = TorchSettings(threads=1, device="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short():
+    """Drop rows of completions as short as SMALL's, as the benchmark's own long ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_schedule, "SHORT", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
