@@ -51,10 +51,11 @@ def numerics(s: StageSetting) -> list[Check]:
     """Compare one device with a CPU; every process compares its own."""
     chip, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     small = small_policy()
-    reference = logps_of(small, cpu, "float32")
+    scorers = {dtype: scorer(small, dtype) for dtype in (("float32",) if s.small else ("float32", "bfloat16"))}
+    reference = logps_of(small, scorers["float32"], cpu)
     checks = []
-    for dtype in ("float32",) if s.small else ("float32", "bfloat16"):
-        error = float(np.abs(logps_of(small, chip, dtype) - reference).max())
+    for dtype, scored in scorers.items():
+        error = float(np.abs(logps_of(small, scored, chip) - reference).max())
         checks.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
         gap = sampler_gap(small, chip, dtype)
         checks.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
@@ -65,18 +66,23 @@ def numerics(s: StageSetting) -> list[Check]:
     return [*checks, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
 
 
-def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
+def scorer(small: Small, dtype: str) -> Any:
+    """Return the program of the tokens' log-probs."""
+    policy = make_policy(small.cfg, compute_dtype=dtype)
+
+    @jax.jit
+    def scored(params: Any, tokens: Any) -> Any:
+        valid = jnp.ones(tokens.shape, bool)
+        settings = {"completion_length": LENGTH - 1, "temperature": 1.0, "head_chunk": CHUNK}
+        return token_logps(policy, params, tokens, valid, **settings)[0]
+
+    return scored
+
+
+def logps_of(small: Small, scored: Any, device: Any) -> np.ndarray:
     """Return the log-probs of the tokens on a device."""
     with jax.default_device(device):
-        policy, params = make_policy(small.cfg, compute_dtype=dtype), small.params()
-
-        @jax.jit
-        def scored(params: Any, tokens: Any) -> Any:
-            valid = jnp.ones(tokens.shape, bool)
-            settings = {"completion_length": LENGTH - 1, "temperature": 1.0, "head_chunk": CHUNK}
-            return token_logps(policy, params, tokens, valid, **settings)[0]
-
-        return np.asarray(scored(params, jnp.asarray(small.tokens)))
+        return np.asarray(scored(small.params(), jnp.asarray(small.tokens)))
 
 
 def sampler_gap(small: Small, device: Any, dtype: str) -> float:

@@ -87,7 +87,8 @@ def policies(s: StageSetting) -> list[Check]:
     checks = []
     for kind in KINDS:
         small = small_policy(kind)
-        (logps, gradient), (cpu_logps, reference) = (scored(kind, small, device) for device in (chip, cpu))
+        work = jax.jit(partial(mean_logps, make_policy(small.cfg)))
+        (logps, gradient), (cpu_logps, reference) = (scored(kind, small, work, device) for device in (chip, cpu))
         error = float(np.abs(logps - cpu_logps).max())
         pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(reference), strict=True)
         largest = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6)) for x, y in pairs)
@@ -136,11 +137,10 @@ def trained_of(kind: Kind, params: Params) -> tuple[Params | None, Params]:
     return frozen, chosen(shapes, params)
 
 
-def scored(kind: Kind, small: Small, device: Any) -> tuple[np.ndarray, Params]:
+def scored(kind: Kind, small: Small, work: Any, device: Any) -> tuple[np.ndarray, Params]:
     """Return float32 log-probs on a device, and the gradient of their mean by what is trained."""
     with jax.default_device(device):
-        policy, (frozen, trained) = make_policy(small.cfg), trained_of(kind, small.params())
-        work = jax.jit(partial(mean_logps, policy))
+        frozen, trained = trained_of(kind, small.params())
         (_, logps), gradient = work(trained, frozen, jnp.asarray(small.tokens))
         return np.asarray(logps), jax.tree.map(np.asarray, gradient)
 

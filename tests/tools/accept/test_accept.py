@@ -82,6 +82,8 @@ def wrong_product(patch):
 
 
 def wrong_kernel(patch):
+    patch.setattr(kernels, "SMALL", kernels.SMALL[:1])  # the fault shows at any width, and in this kernel alone
+    patch.setattr(kernels, "_decode", lambda *_, **__: [])
     right = kernels.splash
     patch.setattr(kernels, "splash", lambda q, k, v, valid, **more: right(q, k, v, jnp.ones_like(valid), **more))
 
