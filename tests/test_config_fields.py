@@ -239,6 +239,7 @@ def fields() -> dict[str, Field]:
         "policy.compute_dtype": Field("bfloat16", sample),
         "policy.remat": Field("full", update),
         "policy.attention": Field("splash", update),
+        "policy.unroll": Field(2, update),
         "policy.head_chunk": Field(8, update),
         "policy.router": Field(
             "replay", data, error="policy.router: replay needs a policy with experts, .* set recompute"

@@ -36,6 +36,11 @@ class PolicyConfig(Section):
         "XLA, scores of 128 queries at a time; cudnn: NVIDIA's, bfloat16 (untried); auto: splash on TPUs, xla on CPUs, "
         "blocked on GPUs",
     )
+    unroll: Positive = Field(
+        default=1,
+        description="layers (of hybrids: blocks of layers) per iteration of the loop over layers, decode steps apart; "
+        "on a CPU, all layers of a small policy at once are faster",
+    )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
     router: Literal["recompute", "replay"] = Field(
         default="recompute",

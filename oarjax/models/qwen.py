@@ -5,7 +5,6 @@ To add a model family, start at ``models/qwen_config.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,7 +33,7 @@ from oarjax.models.moe import ExpertsKind, experts_of_step
 from oarjax.models.policy import Policy, RowCaches
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.rope import inverse_frequencies, rotation
-from oarjax.models.sharding import ROWS
+from oarjax.models.sharding import ROWS, placed
 from oarjax.types import DeltaState, HybridCache, KVCache, Params
 
 
@@ -49,6 +48,7 @@ def make_policy(
     experts: ExpertsKind = "grouped",
     decode: DecodeKind = "plain",
     int8: bool = False,
+    unroll: int = 1,
 ) -> Policy:
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
@@ -79,6 +79,8 @@ def make_policy(
             ``kernels.decode_attention``, which reads each row as far as it is written; default plain.
         int8: decoding rounds keys and values to int8 in its caches, see ``kernels.decode_cache``; default False: they
             have the compute dtype.
+        unroll: layers per iteration of the loop over layers; of hybrids, blocks of layers. Decode steps compute one, as
+            all passes over a filled cache do; default 1.
 
     Raises:
         ValueError: another than xla or plain without a mesh, in float64, or on a mesh whose "tensor" axis does not
@@ -93,7 +95,7 @@ def make_policy(
     if decode != "plain" and (problem := kernel_problem(cfg.num_key_value_heads, cfg.head_dim, compute, mesh)):
         raise ValueError(f"decode: {problem}")
     model_parallel = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
-    place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
+    place = partial(placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
     @cache
     def definitions(adapted: frozenset[str], sums: Any, step_tokens: int | None) -> tuple[Any, Any, Any]:
@@ -205,6 +207,7 @@ def make_policy(
         remat_of = (
             partial(rematerialised, remat=remat) if filled is None else lambda body: body
         )  # decoding has no derivative
+        scan = partial(jax.lax.scan, unroll=unroll if filled is None else 1)
         x = place(embeddings.astype(stream), ROWS, None, None)
         chosen, chosen_by_deltas = (
             None if experts is None else jnp.moveaxis(experts[:, :, numbers], 2, 0)
@@ -212,20 +215,20 @@ def make_policy(
         )
         layers, state, delta_routing = (params["layers"], chosen, *map(_by_layer, stores)), None, None
         if sizes is None:
-            x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
+            x, (kv, routing) = scan(remat_of(body), x, layers)
         elif isinstance(cache, DecodeCache):
             kernel = delta_kernel.step_for(sizes, valid.shape[0], stream, mesh) if length == 1 else None
             start = x, decode_cache.begun(cache, cast(Any, prefix)).state
             numbers = jnp.arange(len(cfg.delta_layers))
             (x, state), (kv, routing), (_, delta_routing) = _scan_blocks(
-                body_of_step, delta_of_step, start, layers, numbers, sizes.interval - 1
+                body_of_step, delta_of_step, start, layers, numbers, sizes.interval - 1, scan
             )
         else:
             has_tokens = written(filled).any(axis=1) if filled is not None else None
             row_states, prefix_states = (getattr(c, "state", None) for c in (filled, prefix))
             deltas = (params["delta_layers"], chosen_by_deltas, row_states, prefix_states)
             x, (kv, routing), (state, delta_routing) = _scan_blocks(
-                remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
+                remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1, scan
             )
         if sizes is not None:
             order = np.argsort(cfg.attention_layers + cfg.delta_layers)
@@ -320,12 +323,13 @@ def make_policy(
 
 
 def _scan_blocks(
-    attention: Any, delta: Any, carry: Any, layers: Any, deltas: Any, per_block: int
+    attention: Any, delta: Any, carry: Any, layers: Any, deltas: Any, per_block: int, scan: Any
 ) -> tuple[Any, Any, Any]:
     """Scan blocks of ``per_block`` layers with delta nets and one with attention, then the remaining delta nets.
 
-    The two bodies are scanned over ``layers`` and ``deltas``; results are stacked like these. As one scan stands in
-    another, a block's part of ``deltas`` and of their results is copied: a decode step gives numbers of layers alone.
+    ``scan`` runs over blocks, the two bodies over ``layers`` and ``deltas``; results are stacked like these.
+    As one scan stands in another, a block's part of ``deltas`` and of their results is copied: a decode step gives
+    numbers of layers alone.
     """
     blocks, count = (jax.tree.leaves(xs)[0].shape[0] for xs in (layers, deltas))
 
@@ -340,23 +344,12 @@ def _scan_blocks(
     block_deltas = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, per_block, *leaf.shape[1:]), part(slice(blocks * per_block))
     )
-    carry, (kv, states) = jax.lax.scan(block, carry, (layers, block_deltas))
+    carry, (kv, states) = scan(block, carry, (layers, block_deltas))
     states = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), states)
     if blocks * per_block < count:
         carry, rest_states = jax.lax.scan(delta, carry, part(slice(blocks * per_block, count)))
         states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), states, rest_states)
     return carry, kv, states
-
-
-def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open if they do not divide it."""
-
-    def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
-        mesh_axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
-        return PartitionSpec.UNCONSTRAINED if size % math.prod(mesh.shape[a] for a in mesh_axes) else mesh_axes or None
-
-    spec = PartitionSpec(*(place(axis, size) for axis, size in zip(axes, x.shape, strict=True)))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 WHOLE = "whole"

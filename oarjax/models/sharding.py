@@ -1,4 +1,4 @@
-"""Map the names of a param's axes to mesh axes. Names and sizes only: no device is touched here."""
+"""Map the names of a param's axes to mesh axes, and constrain arrays to them. No device is touched here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.errors import UserError
 
@@ -148,3 +148,14 @@ def _map(function: Any, tree: Any) -> Any:
 
 def _leaves(tree: Any) -> list[tuple[Any, ...]]:
     return jax.tree.leaves(tree, is_leaf=_is_leaf)
+
+
+def placed(mesh: Mesh, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
+    """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open if they do not divide it."""
+
+    def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
+        mesh_axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
+        return PartitionSpec.UNCONSTRAINED if size % math.prod(mesh.shape[a] for a in mesh_axes) else mesh_axes or None
+
+    spec = PartitionSpec(*(place(axis, size) for axis, size in zip(axes, x.shape, strict=True)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

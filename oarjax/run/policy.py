@@ -37,6 +37,7 @@ def bind_policy(
         experts=experts_for(mesh),
         decode=decode,
         int8=int8,
+        unroll=cfg.unroll,
     )
 
 

@@ -51,6 +51,7 @@ ROUNDING = (
     "rollout.tensor",
     "compile_ahead",
     "policy.remat",
+    "policy.unroll",
     "policy.head_chunk",
     "update.microbatch",
     "sft.microbatch",

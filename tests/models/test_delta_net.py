@@ -162,6 +162,13 @@ def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
     np.testing.assert_array_equal(after.state.memory[:, 3:], moved.state.memory[:, 3:])
 
 
+def test_unrolled_blocks_give_the_same_states(tiny):
+    policy = make_policy(MODEL, remat="none", unroll=2)
+    embeddings = policy.embed(tiny.params, tiny.tokens)
+    hidden, _ = jax.jit(policy.trunk)(tiny.params, embeddings, tiny.positions, tiny.valid)
+    np.testing.assert_allclose(hidden[tiny.valid], tiny.hidden[tiny.valid], atol=5e-5)
+
+
 def test_steps_in_place_behind_states_that_were_begun(tiny, monkeypatch):
     """As a rollout decodes on a TPU: rows take their prefix's states before the loop, and a kernel updates them."""
     monkeypatch.setattr(delta_kernel, "step_for", lambda *_: partial(delta_kernel.step, mesh=one_device()))

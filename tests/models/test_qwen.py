@@ -192,9 +192,9 @@ def test_an_invalid_decoded_token_is_not_attended_to(tiny):
     np.testing.assert_allclose(hidden, tiny.hidden[:, 5:6], atol=1e-5)
 
 
-def test_remat_policies_give_the_same_gradients(tiny):
-    def gradient(remat):
-        policy = make_policy(TINY, remat=remat)
+def test_what_is_recomputed_or_unrolled_gives_the_same_gradients(tiny):
+    def gradient(**options):
+        policy = make_policy(TINY, **options)
 
         def loss(params):
             hidden, _ = policy.trunk(params, policy.embed(params, tiny.tokens), tiny.positions, tiny.valid)
@@ -202,10 +202,12 @@ def test_remat_policies_give_the_same_gradients(tiny):
 
         return jax.jit(jax.grad(loss))(tiny.params)
 
-    none = gradient("none")
+    none = gradient(remat="none")
     assert all(np.abs(leaf).max() > 0 for path, leaf in jax.tree.leaves_with_path(none) if "'k'" not in str(path))
-    for remat in ("dots", "projections", "attention", "full"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), none, gradient(remat))
+    others = [{"remat": remat} for remat in ("dots", "projections", "attention", "full")]
+    others += [{"remat": "attention", "unroll": 2}, {"remat": "none", "unroll": 5}]  # of three layers
+    for options in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), none, gradient(**options))
 
 
 def test_remat_policies_save_less(tiny):

@@ -31,6 +31,8 @@ from oarjax.tools.bench.sides import TimedDraw, compare, share_in_use
 from oarjax.tools.bench.work import PAD
 from oarjax.types import PromptBatch
 
+LAYERS = 8
+"""At least as many as the policies have: on a CPU all are computed in one iteration of the loop over layers."""
 BEFORE, ALONE = "before", "prompt per row"
 """Other ways of an iteration, see ``ragged_step``."""
 
@@ -71,8 +73,9 @@ def draw_prompts(vocab: int, shapes: Ragged, *, count: int) -> Int[np.ndarray, "
 def ragged_config(shapes: Ragged, **sections: dict[str, Any]) -> Config:
     """Return the config of W9 to W11; ``sections`` override its fields."""
     cpu = jax.devices()[0].platform == "cpu"
+    policy = {"path": "unused", "compute_dtype": "float32", "remat": "none", "attention": "xla"}
     tree: dict[str, dict[str, Any]] = {
-        "policy": {"path": "unused", "compute_dtype": "float32", "remat": "none", "attention": "xla"},
+        "policy": {**policy, "unroll": LAYERS if cpu else 1},
         "data": {"train": {"source": "unused"}, "max_prompt": shapes.prompt_tokens},
         "rollout": {
             "prompts": shapes.rows // shapes.group_size,
