@@ -169,9 +169,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
         TextError: the vocabulary lacks a character and has no unknown token.
     """
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
+    # Set only where it differs, as by transformers: threads share the tokenizer.
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = tokenizer.split_special_tokens
     try:
         return backend.encode(text, add_special_tokens=False).ids
     except Exception as error:  # tokenizers raises bare Exceptions
