@@ -120,9 +120,13 @@ def valued() -> str:
             continue
         tree = json.loads(path.read_text(encoding="utf-8"))
         for by, found in tree["by"].items():
-            agree = (found["correlation"], [float(np.clip(x, 0, 1)) for x in found["sign"]])  # a share, by jackknife
-            cells = [f"{m:.2f} ({a:.2f} to {b:.2f})" for m, a, b in agree]
-            cells[1:1] = [f"{found['ceiling'][0]:.2f}"]
+            m, a, b = found["correlation"]
+            cells = [f"{m:.2f} ({a:.2f} to {b:.2f})", f"{found['ceiling'][0]:.2f}"]
+            if found["sign"] is None:
+                cells.append("no clear case")
+            else:
+                m, a, b = np.clip(found["sign"], 0, 1)  # a share, by jackknife
+                cells.append(f"{m:.2f} ({a:.2f} to {b:.2f})")
             cells += [f"{m:+.2f} ({a:+.2f} to {b:+.2f})" for m, a, b in (found["bias_drawn"], found["bias_others"])]
             rows.append([task, by, str(tree["completions"]), *cells])
         if places := tree.get("places"):
