@@ -53,8 +53,8 @@ class Config(Section):
     )
     compile_ahead: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="compile every program that the run may use in the background of its first iterations, with all "
-        "prompts padded to one width; auto: on accelerators",
+        description="compile every program that the run may use in the background of its warm start and first "
+        "iterations, with all prompts padded to one width; auto: on accelerators",
     )
     profile: tuple[Count, Count] | None = Field(
         default=None, description="first and last iteration to trace with JAX's profiler; null = none"

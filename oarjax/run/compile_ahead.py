@@ -32,22 +32,30 @@ MOST_THREADS = 16
 
 
 @contextmanager
-def compiled_ahead(run: Run, *, evaluates_first: bool) -> Iterator[Background | None]:
+def compiled_ahead(run: Run, *, evaluates_first: bool, warm_start: bool = False) -> Iterator[Background | None]:
     """Compile every program of a run while the block lasts, if the config asks for it.
 
     As many at once as a quarter of the cores: each takes 1 to 2 GiB for a large policy. Of several processes with GPUs
     none does: they tune a program together, which takes all of them in one order.
+
+    Args:
+        evaluates_first: the run begins with an evaluation.
+        warm_start: a warm start comes first. With fewer than 8 cores nothing is begun until whoever runs it calls
+            ``start``, after its first step: its own programs would be compiled half as fast.
     """
     gpu_processes = jax.process_count() > 1 and run.mesh.devices.flat[0].platform == "gpu"
     if not run.compiles_ahead or gpu_processes:
         yield None
         return
-    with Background(threads=compiled_at_once(os.cpu_count() or 1)) as background:
-        _begin(run, background, evaluates_first=evaluates_first)
+    threads = compiled_at_once(os.cpu_count() or 1)
+    with Background(threads=threads) as background:
+        _collect(run, background, evaluates_first=evaluates_first)
+        if threads > 1 or not warm_start:
+            background.start()
         yield background
 
 
-def _begin(run: Run, background: Background, *, evaluates_first: bool) -> None:
+def _collect(run: Run, background: Background, *, evaluates_first: bool) -> None:
     steps = run.steps
     wrapped = {name: awaited(jitted) for name in LEARNING if (jitted := getattr(steps, name)) is not None}
     vars(run)["steps"] = steps._replace(**wrapped)
@@ -61,7 +69,6 @@ def _begin(run: Run, background: Background, *, evaluates_first: bool) -> None:
         guard = partial(fitting, shapes, program.phase)
         background.add(program.jitted, program.args, program.static, guard)
     _call_small(shapes)
-    background.start()
     run.console.print(f"{len(background)} programs are being compiled, or read from the cache, while the run begins")
 
 

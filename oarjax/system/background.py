@@ -81,7 +81,7 @@ class Background:
     def __init__(self, *, threads: int) -> None:
         self._jobs: list[tuple[Future[None], Callable[[], Any], Guard]] = []
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=THREADS)
-        self._free, self._closed = threading.Semaphore(threads), False
+        self._free, self._begun, self._closed = threading.Semaphore(threads), False, False
 
     def __enter__(self) -> Background:
         return self
@@ -105,7 +105,10 @@ class Background:
         self._jobs.append((future, lambda: program.jitted.lower(*args, **static), guard))
 
     def start(self) -> None:
-        """Begin. One thread lowers the programs in turn; the compiler works outside Python's lock."""
+        """Begin, once. One thread lowers the programs in turn; the compiler works outside Python's lock."""
+        if self._begun:
+            return
+        self._begun = True
         threading.Thread(target=self._lower, name=f"{THREADS}-lower").start()
 
     def check(self) -> None:

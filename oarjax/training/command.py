@@ -39,6 +39,7 @@ from oarjax.storage.durable import (
 from oarjax.storage.folder import claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
+from oarjax.system.background import Background
 from oarjax.system.peers import resumes
 from oarjax.system.processes import from_first, join_processes, only_first, peers_watched
 from oarjax.training.extension import check_longer
@@ -133,8 +134,10 @@ def train_once(
             only_first(lambda: claim_folder(folder, cfg, console, extend=extend))
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             evaluates = run.held_out is not None and not exists(folder / "start.json")
-            background = stack.enter_context(compiled_ahead(run, evaluates_first=evaluates))
-            params, start_evaluation = start_policy(run, grader, stop)
+            warms = cfg.sft is not None and not exists(folder / "start" / "config.json")
+            ahead = compiled_ahead(run, evaluates_first=evaluates, warm_start=warms)
+            background = stack.enter_context(ahead)
+            params, start_evaluation = start_policy(run, grader, stop, background)
             trained = train(
                 run, grader, prepare(run, params, start_evaluation, folder, background), folder, stop, on_lines
             )
@@ -175,10 +178,13 @@ def _folder(run_dir: str) -> Path:
     return folder
 
 
-def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
+def start_policy(
+    run: Run, grader: Grading, stop: Stop | None = None, background: Background | None = None
+) -> tuple[Params, Evaluation | None]:
     """Return the policy to train from, after the warm start if there is one, and its evaluation.
 
-    Both are saved in the run's folder, and read from it when the run resumes.
+    Both are saved in the run's folder, and read from it when the run resumes. ``background`` begins to compile after
+    the first step of the warm start, if it has not before.
     """
     cfg, stop = run.cfg, stop or Stop()
     if cfg.sft is None:
@@ -191,10 +197,12 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
             only_first(lambda: seal_start(run.folder, warm))
             params = run.load(source=warm)
         else:
-            params = warm_start(run, run.load(), stop)
+            params = warm_start(run, run.load(), stop, on_step=None if background is None else background.start)
             export(warm, run.model, params, source=run.source)
             only_first(lambda: seal_start(run.folder, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
+    if background is not None:
+        background.start()
     stop.check()
     if run.held_out is None:
         return params, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
@@ -28,13 +29,16 @@ from oarjax.training.health import Health
 from oarjax.types import Params, TrainBatch
 
 
-def warm_start(run: Run, params: Params, stop: Stop) -> Params:
+def warm_start(run: Run, params: Params, stop: Stop, *, on_step: Callable[[], object] | None = None) -> Params:
     """Minimise the mean negative log-probability of the completions' tokens; plain params in, plain params out.
 
     With ``lora.rank`` it trains separate adapters and merges them at the end: the iterations start from plain weights
     in the same dtype, with fresh adapters. The memory of ``params`` is reused.
 
     Its checkpoints are in the folder ``sft``; a stopped warm start resumes, and ends as if it had not been stopped.
+
+    Args:
+        on_step: called after every step.
 
     Raises:
         ConfigError: the folder holds a warm start of another config.
@@ -85,6 +89,8 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             state, metrics = steps.update(state, run.place(rows, "microbatches"), plan.pieces[0], None)
             if failure := health.imitated(number, rows, plan.used[0], metrics, state):
                 raise failure
+            if on_step is not None:
+                on_step()
             if number % shown_every == 0 or number == cfg.steps:
                 names = ("loss", "entropy", "grad_norm")
                 values = {name: float(jax.device_get(metrics[name]).value) for name in names if name in metrics}

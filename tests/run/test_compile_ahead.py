@@ -11,13 +11,15 @@ from rich.console import Console
 from tiny_programs import built
 
 from oarjax.config.section import changed
-from oarjax.run.compile_ahead import by_length, in_order
+from oarjax.run.compile_ahead import by_length, compiled_ahead, in_order
 from oarjax.run.run import open_run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.minibatches import Bucket
 from oarjax.storage.stop import Stop, Stopped
+from oarjax.system.background import Background
 from oarjax.tools.accept.setting import Peaks, StageSetting, run_config
 from oarjax.training import command
+from oarjax.training.health import Health
 
 
 def test_a_stop_is_heard_before_the_first_evaluation(tmp_path, monkeypatch, unchecked):
@@ -59,6 +61,23 @@ def test_what_the_first_iteration_needs_comes_first():
     assert names[0] == "prefill"
     slots = [int(name.split()[3]) for name in names if name.startswith("decode 16 rows")]
     assert slots == sorted(slots)
+
+
+@pytest.mark.slow
+def test_on_few_cores_it_begins_after_the_first_step_of_a_warm_start(tmp_path, monkeypatch, unchecked):
+    cfg = run_config(StageSetting(tmp_path, None, "cpu", Peaks(None, None, None)), "run", iterations=1)
+    task = {"source": "builtin:arithmetic", "split": "sft", "limit": 8, "arithmetic": {"terms": 3, "highest": 9}}
+    run = open_run(changed(cfg, sft={"data": task, "steps": 2, "batch": 4, "microbatch": 4}), Console(quiet=True))
+    done, look = [], Health.imitated
+    monkeypatch.setattr(Health, "imitated", lambda *args: done.append("step") or look(*args))
+    monkeypatch.setattr(Background, "_lower", lambda _: done.append("begun"))
+    for cores, order in ((2, ["step", "begun", "step"]), (64, ["begun"])):  # the second finds the warm start finished
+        done.clear()
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        with compiled_ahead(run, evaluates_first=False, warm_start=True) as background:
+            assert done == [step for step in order if order[0] == "begun"]
+            command.start_policy(run, None, Stop(), background)
+        assert done == order
 
 
 HANGING = """
