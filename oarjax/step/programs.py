@@ -381,7 +381,7 @@ def _update_programs(zeros: Any, accumulate: Any, apply: Any, shardings: Shardin
     return UpdatePrograms(
         zeros=jax.jit(zeros, out_shardings=_summed(shardings)),
         accumulate=jit(accumulate, static_argnames="bucket", donate_argnums=0),
-        apply=jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+        apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
     )
 
 

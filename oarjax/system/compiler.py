@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,30 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-LEVEL = "xla_backend_optimization_level"
-OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {LEVEL: "2"},
-    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
-}
-"""By platform; a TPU's for several devices.
-
-On a CPU, LLVM's level 3, XLA's default, takes a quarter more time than 2, and updates are no faster (docs/speed.md).
-Where a matrix is divided over them, a TPU compiler cuts its product into one piece per device, to gather the next piece
-meanwhile. Pieces of a policy's matrices are too thin for the matrix unit, and each rewrites the whole sum. No product
-is as large as this threshold (MiB), so none is cut (docs/speed.md).
-"""
+OPTIONS: Mapping[str, Mapping[str, str]] = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}}
+"""By platform, for several devices. Where a matrix is divided over them, a TPU compiler cuts its product into one piece
+per device, to gather the next piece meanwhile. Pieces of a policy's matrices are too thin for the matrix unit, and each
+rewrites the whole sum. No product is as large as this threshold (MiB), so none is cut (docs/speed.md)."""
 
 
 def compiler_options(sharding: Any) -> dict[str, Any]:
-    """Return the options for programs that learn on a sharding's devices: those that their compiler knows.
-
-    What the variable XLA_FLAGS sets stays as it is.
-    """
+    """Return the options for programs that learn on a sharding's devices; those that their compiler knows."""
     devices = list(sharding.device_set)
-    platform = devices[0].platform
-    options = OPTIONS.get(platform, {}) if len(devices) > 1 or platform == "cpu" else {}
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in flags and _known(name, value, sharding)}
+    options = OPTIONS.get(devices[0].platform, {}) if len(devices) > 1 else {}
+    return {name: value for name, value in options.items() if _known(name, value, sharding)}
 
 
 @functools.cache
