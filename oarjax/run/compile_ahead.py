@@ -69,7 +69,7 @@ def _collect(run: Run, background: Background, *, evaluates_first: bool) -> None
         guard = partial(fitting, shapes, program.phase)
         background.add(program.jitted, program.args, program.static, guard)
     _call_small(shapes)
-    run.console.print(f"{len(background)} programs are being compiled, or read from the cache, while the run begins")
+    run.console.print(f"{len(background)} programs are compiled, or read from the cache, while the run begins")
 
 
 def compiled_at_once(cores: int) -> int:

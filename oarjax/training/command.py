@@ -128,14 +128,14 @@ def train_once(
         stack.callback(lambda: (played := vars(run).get("environments")) and played.close())  # if it was started
         with run.grader() as grader:
             try_rewards(run, grader)
-            if run.first and exists(folder / "start" / "config.json"):
+            warmed = exists(folder / "start" / "config.json")
+            if run.first and warmed:
                 seal_start(folder, folder / "start")
             # only now: a run that is refused changes nothing
             only_first(lambda: claim_folder(folder, cfg, console, extend=extend))
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             evaluates = run.held_out is not None and not exists(folder / "start.json")
-            warms = cfg.sft is not None and not exists(folder / "start" / "config.json")
-            ahead = compiled_ahead(run, evaluates_first=evaluates, warm_start=warms)
+            ahead = compiled_ahead(run, evaluates_first=evaluates, warm_start=cfg.sft is not None and not warmed)
             background = stack.enter_context(ahead)
             params, start_evaluation = start_policy(run, grader, stop, background)
             trained = train(
@@ -201,6 +201,7 @@ def start_policy(
             export(warm, run.model, params, source=run.source)
             only_first(lambda: seal_start(run.folder, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
+    # A resumed warm start may have had no step left.
     if background is not None:
         background.start()
     stop.check()
