@@ -33,8 +33,8 @@ class PolicyConfig(Section):
     attention: Literal["auto", "xla", "splash", "blocked", "cudnn"] = Field(
         default="auto",
         description="attention kernels; splash: Pallas kernels for TPUs (interpreted, hence slow, elsewhere); blocked: "
-        "XLA, scores of 128 queries at a time; cudnn: NVIDIA's, bfloat16 (untried); auto: splash on TPUs, xla on CPUs, "
-        "blocked on GPUs",
+        "XLA, scores of 128 queries at a time; cudnn: NVIDIA's, bfloat16, for scores and "
+        "updates; auto: splash on TPUs, xla on CPUs, blocked on GPUs",
     )
     unroll: Positive = Field(
         default=1,

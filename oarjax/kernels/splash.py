@@ -3,7 +3,7 @@
 It saves memory and time over ``attention.attend``: scores exist for one block at a time, forward and backward.
 ``splash`` are Pallas' TPU kernels ("splash attention"), which skip blocks above the diagonal as well; on TPUs they are
 compiled, elsewhere Pallas' interpreter runs them, far too slowly for anything but tests. ``blocked`` is plain XLA, 128
-queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat16: untried, no test has a GPU.
+queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat16, which tests only lower.
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
@@ -166,7 +167,9 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: Bloc
             with full_precision(dtype):  # the backward kernels are traced here
                 return jax.tree.unflatten(tree, args[len(primals) + 1 : -1])(args[-1])
 
-        return out, linear_pair(tangent, cotangent, residuals, tangents[: len(qkv)])[0]
+        # cuDNN's kernels as JAX calls them take no batch of masks that heads share.
+        pull = sequential_vmap(cotangent) if kernel == "cudnn" else cotangent
+        return out, linear_pair(tangent, pull, residuals, tangents[: len(qkv)])[0]
 
     return attention
 

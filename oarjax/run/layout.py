@@ -153,6 +153,8 @@ def rollout_layout(
     """
     sampling = rollout_mesh(mesh, tensor=rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
+    if settings.attention == "cudnn":  # refused in a program that takes arrays of two meshes; a prompt is read once
+        settings = settings.model_copy(update={"attention": "blocked"})
     bound = partial(bind_policy, settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
     compute = compute_dtype_of(settings, sampling)
     shardings = param_shardings(model, mesh)

@@ -29,8 +29,11 @@ from oarjax.tools.plan.links import Ways, closed_sides, groups_of, ways_of
 from oarjax.tools.plan.topology import DEVICES, SHAPES, Slice
 
 PACKAGES = ("oarjax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "orbax-checkpoint")
-PRODUCTS, COPIES, LINKS = 0.85, 0.8, 0.8
-"""Expected shares: of the data sheet's products and memory, and of the links that an axis of the mesh has."""
+PRODUCTS, COPIES, LINKS = {"tpu": 0.85, "gpu": 0.75}, 0.8, 0.8
+"""Expected shares: of the data sheet's products and memory, and of the links that an axis of the mesh has.
+
+By the compiler's cycles TPUs reach 92 to 98% of the products; an H100, whose power is limited, was measured at 78%.
+"""
 UNEVEN = 1.1
 """Expected time of the slowest device, of the median's."""
 SIDES = {family: shapes[0].count("x") + 1 for family, shapes in SHAPES.items()}
@@ -90,7 +93,7 @@ def _products(s: StageSetting) -> tuple[list[Check], float]:
         error, rate = max(error, float(off)), max(rate, 2 * size**3 * times / seconds)
     checks = [
         at_most("error of bfloat16 products", error, 0.02, note="as a share of the largest"),
-        _of_peak("bfloat16 products", rate / 1e12, s.peaks.flops, 1e12, PRODUCTS, "TFLOP/s"),
+        _of_peak("bfloat16 products", rate / 1e12, s.peaks.flops, 1e12, PRODUCTS.get(s.platform, 0.85), "TFLOP/s"),
     ]
     return checks, rate
 

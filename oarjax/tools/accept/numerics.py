@@ -23,8 +23,14 @@ from oarjax.types import PromptBatch
 ROWS, LENGTH, CHUNK, NEW = 4, 24, 32, 8
 CLASSES = 32
 """Groups of tokens whose draws are counted."""
-LOGPS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Bounds on the difference of a log-prob from a CPU's in float32, in nats."""
+LOGPS = 1e-3
+"""Bound on the difference of a float32 log-prob from a CPU's, in nats."""
+ROUNDED = 0.06
+"""Bound on the root mean square of differences of bfloat16 log-probs from a CPU's in float32, in nats.
+
+Rounding to bfloat16 gives .049 with these weights and tokens, on a CPU itself. The largest difference says little: the
+same rounding gives .1 to .5 nats by the tokens.
+"""
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
 """Bounds on the mean difference between log-probs of the sampler and of the scorer, in nats."""
 
@@ -55,8 +61,8 @@ def numerics(s: StageSetting) -> list[Check]:
     reference = logps_of(small, scorers["float32"], cpu)
     checks = []
     for dtype, scored in scorers.items():
-        error = float(np.abs(logps_of(small, scored, chip) - reference).max())
-        checks.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
+        error = logps_of(small, scored, chip) - reference
+        checks.append(exact(error) if dtype == "float32" else rounded(error))
         gap = sampler_gap(small, chip, dtype)
         checks.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
     bits = [random_bits(device) for device in (chip, cpu)]
@@ -64,6 +70,17 @@ def numerics(s: StageSetting) -> list[Check]:
     chance = draw_chance(chip, draws=512 if s.small else 16384)
     name = f"draws of {VOCABULARY:,} tokens"
     return [*checks, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
+
+
+def exact(error: np.ndarray) -> Check:
+    """Compare float32 log-probs with a CPU's by the largest difference."""
+    return at_most("log-probs in float32 against a CPU's", float(np.abs(error).max()), LOGPS, unit="nats")
+
+
+def rounded(error: np.ndarray) -> Check:
+    """Compare bfloat16 log-probs with a CPU's in float32 by the root mean square of the differences."""
+    size, note = float(np.sqrt((error**2).mean())), f"root mean square; at most {np.abs(error).max():.3g}"
+    return at_most("log-probs in bfloat16 against float32", size, ROUNDED, unit="nats", note=note)
 
 
 def scorer(small: Small, dtype: str) -> Any:

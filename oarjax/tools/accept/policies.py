@@ -94,7 +94,7 @@ def policies(s: StageSetting) -> list[Check]:
         largest = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6)) for x, y in pairs)
         gap = sampler_gap(small, chip, "float32")
         checks += [
-            at_most(f"{kind.name}: log-probs against a CPU's", error, LOGPS["float32"], unit="nats"),
+            at_most(f"{kind.name}: log-probs against a CPU's", error, LOGPS, unit="nats"),
             at_most(f"{kind.name}: gradients against a CPU's", largest, GRADIENT, note="of the largest number"),
             at_most(f"{kind.name}: sampler against scorer", gap, GAP["float32"], unit="nats"),
         ]

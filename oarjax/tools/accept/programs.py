@@ -34,9 +34,10 @@ from oarjax.tools.plan.published_sizes import PUBLISHED
 from oarjax.tools.plan.sums import model_flops, read_bytes
 from oarjax.types import PromptBatch
 
-SLOWER = 2.5
+SLOWER = {"tpu": 2.5, "gpu": 10.0}
 """A phase is slow above this multiple of its arithmetic at the measured rates of products and copies. The plan expects
-2.1 times the arithmetic at the data sheet's rates for this policy on a v5e: passes over memory between the products."""
+2.1 times the arithmetic at the data sheet's rates for this policy on a v5e: passes over memory between the products.
+On an H100 it was 5.7 to 9.0 times: docs/gpu.md says of what."""
 FILE = "compilation.json"
 REPEATS = 5
 
@@ -139,7 +140,7 @@ def phases(s: StageSetting) -> list[Check]:
         if s.small or s.peaks.flops is None:
             checks.append(not_applicable(f"{name} against plan", note, value=seconds / planned))
         else:
-            checks.append(quick(f"{name} against plan", seconds / planned, SLOWER, note=note))
+            checks.append(quick(f"{name} against plan", seconds / planned, SLOWER[s.platform], note=note))
         if name == "sample":
             checks += _decoding(cfg, model, seconds, rates)
     return checks

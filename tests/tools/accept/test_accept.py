@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -211,6 +212,25 @@ def test_a_device_below_its_peak_is_red(setting):
         "bfloat16 products, of what can be reached",
         "copies in memory, of what can be reached",
     ]
+
+
+def test_a_gpu_compares_exports_where_its_sums_have_an_order(setting, monkeypatch):
+    other_export(monkeypatch)
+    gpu = StageSetting(setting.folder, None, "gpu", setting.peaks)
+    name = "both exports are equal"
+    monkeypatch.setenv("XLA_FLAGS", "")
+    free = {check.name: check for check in runs.resume(gpu)}
+    assert (free[name].state, free[name].value) == ("not applicable", False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=true")
+    assert {check.name: check.state for check in runs.resume(gpu)}[name] == "failed"
+
+
+@pytest.mark.slow
+def test_rounding_to_bfloat16_lies_below_its_bound():
+    small = numerics.small_policy()
+    exact, rounded = (numerics.logps_of(small, numerics.scorer(small, d), jax.devices()[0]) for d in numerics.GAP)
+    check = numerics.rounded(rounded - exact)
+    assert (check.state, round(check.value, 3)) == ("ok", 0.049)
 
 
 EIGHT = """
