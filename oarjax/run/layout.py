@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import LoraConfig, LossConfig, RolloutConfig
 from oarjax.config.schema import Config
+from oarjax.config.section import changed
 from oarjax.errors import ConfigError
 from oarjax.kernels.decode_attention import kernel_problem
 from oarjax.models.lora import merge_adapters
@@ -154,7 +155,7 @@ def rollout_layout(
     sampling = rollout_mesh(mesh, tensor=rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
     if settings.attention == "cudnn":  # refused in a program that takes arrays of two meshes; a prompt is read once
-        settings = settings.model_copy(update={"attention": "blocked"})
+        settings = changed(settings, attention="blocked")
     bound = partial(bind_policy, settings, wide, sampling, adapter_scale=lora.scale, decode=rollout.attention)
     compute = compute_dtype_of(settings, sampling)
     shardings = param_shardings(model, mesh)
