@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from oarjax.kernels.attention import Segment, attend, segment_mixer
+from oarjax.kernels.attention import BlockedKind, Segment, attend, segment_mixer
 from oarjax.kernels.decode_attention import kernel_mixer
 from oarjax.kernels.decode_cache import layer as layer_of
 from oarjax.kernels.decode_cache import rounded, written
@@ -31,13 +31,17 @@ CASES = (*itertools.product((64, 128), (576, 640, 1344, 1536), (128, 512)),)
 CASES += ((128, 1536, 256), (128, 1536, 384), (128, 1280, 640), (256, 1344, 256), (256, 1536, 512))
 """Widths of a head, tokens, and sizes of blocks; the last ones are what the shipped configs use."""
 SMALL = ((64, 130, 128), (128, 130, 128))
+ON_GPUS: tuple[tuple[BlockedKind, int, int], ...] = (*itertools.product(("blocked", "cudnn"), (64, 128), (576, 1344)),)
+"""Kernels of attention on GPUs, widths of a head, tokens."""
 
 
 def attention(s: StageSetting) -> list[Check]:
     """Compare the kernels with plain attention, and their times; a CPU interprets them at small sizes."""
-    if s.platform == "gpu":
-        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs take blocks of XLA")]
     checks = []
+    if s.platform == "gpu":  # the other kernels are for TPUs
+        for kind, width, length in ON_GPUS:
+            checks += _compare(s, width, length, None, kind)
+        return checks
     for width, length, block in SMALL if s.small else CASES:
         checks += _compare(s, width, length, block)
     for width, int8 in itertools.product((64,) if s.small else (64, 128, 256), (False, True)):
@@ -60,8 +64,8 @@ def _states(s: StageSetting) -> Check:
     return at_most("a step of delta nets", error, STATES, note="largest error, of the largest number")
 
 
-def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check]:
-    name = f"head width {width}, {length} tokens, blocks of {block}"
+def _compare(s: StageSetting, width: int, length: int, block: int | None, kind: BlockedKind = "splash") -> list[Check]:
+    name = f"{kind}, head width {width}, {length} tokens" + (f", blocks of {block}" if block else "")
     devices = np.asarray(jax.local_devices()[:1])
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     rows, heads, kv = (1, 2, 1) if s.small else (4, 8, 2)
@@ -73,7 +77,7 @@ def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check
     valid = jnp.arange(length)[None] >= 7 * (1 + jnp.arange(rows)[:, None])
 
     def kernel(q: Any, k: Any, v: Any) -> Any:
-        out = splash(q, k, v, valid, mesh=mesh, blocks=(block, block))
+        out = splash(q, k, v, valid, mesh=mesh, blocks=(block, block) if block else None, kernel=kind)
         return jnp.where(valid[:, :, None, None], out, 0)  # padding sees no key, and gives anything
 
     def plain(q: Any, k: Any, v: Any) -> Any:
@@ -97,13 +101,13 @@ def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check
         return [*checks, not_applicable(f"{name}: time", "the kernels are interpreted here")]
     seconds = {
         side: best_seconds(partial(_gradient(function), inputs, cotangent), repeats=5)
-        for side, function in (("splash", kernel), ("plain", plain))
+        for side, function in (("kernel", kernel), ("plain", plain))
     }
     computed = 7 * rows * heads * length**2 * width  # 2 products forward, 5 backward, over the half that is seen
     return [
         *checks,
-        measured(f"{name}: forward and backward", computed / seconds["splash"] / 1e12, unit="TFLOP/s"),
-        measured(f"{name}: time of plain attention over splash", seconds["plain"] / seconds["splash"]),
+        measured(f"{name}: forward and backward", computed / seconds["kernel"] / 1e12, unit="TFLOP/s"),
+        measured(f"{name}: time of plain attention over it", seconds["plain"] / seconds["kernel"]),
     ]
 
 

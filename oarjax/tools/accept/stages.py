@@ -29,7 +29,7 @@ STAGES = (
     Stage(
         "peaks", "Products, copies and all-reduces against what they can reach", "oarjax.tools.accept.device:peaks", 300
     ),
-    Stage("attention", "Splash against plain attention", "oarjax.tools.accept.kernels:attention", 900),
+    Stage("attention", "Kernels against plain attention", "oarjax.tools.accept.kernels:attention", 900),
     Stage("numerics", "Log-probs, draws and random bits against a CPU", "oarjax.tools.accept.numerics:numerics", 600),
     Stage("policies", "Experts and adapters", "oarjax.tools.accept.policies:policies", 900),
     Stage("compilation", "Compilation, cold and warm", "oarjax.tools.accept.programs:compilation", 1200),

@@ -226,6 +226,20 @@ def test_a_gpu_compares_exports_where_its_sums_have_an_order(setting, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blocked", "cudnn"])
+def test_attention_of_gpus_is_compared(kind, setting, monkeypatch):
+    """Here XLA takes the place of cuDNN's kernels, and gets their mask."""
+    monkeypatch.setattr("oarjax.kernels.splash.CUDNN", "xla")
+    monkeypatch.setattr(kernels, "ON_GPUS", ((kind, 64, 130),))
+    gpu = StageSetting(setting.folder, None, "gpu", setting.peaks)
+    compared = [check for check in kernels.attention(gpu) if check.state != "measured"]
+    assert [check.state for check in compared] == ["ok"] * 3, compared
+    right = kernels.splash
+    monkeypatch.setattr(kernels, "splash", lambda q, k, v, valid, **more: right(q, k, 1.1 * v, valid, **more))
+    assert "failed" in [check.state for check in kernels.attention(gpu)]
+
+
+@pytest.mark.slow
 def test_rounding_to_bfloat16_lies_below_its_bound():
     small = numerics.small_policy()
     exact, rounded = (numerics.logps_of(small, numerics.scorer(small, d), jax.devices()[0]) for d in numerics.GAP)
