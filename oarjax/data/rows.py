@@ -136,7 +136,7 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[Row]:
             if len(line) > LONGEST:
                 raise DataError(f"{location}: longer than {LONGEST:,} bytes; is it a file of JSON lines?")
             try:
-                row = json.loads(line.decode())
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
                 raise DataError(f"{location}: not JSON ({error}); expected one object per line") from None
             if not isinstance(row, dict):
@@ -177,8 +177,10 @@ def _csv_rows(path: Path, setting: str) -> Iterator[Row]:
                         f"{location}: expected {len(names)} values, one per column; quote those with commas"
                     )
                 yield location, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path} line {lines.line_num + 1}: not CSV in UTF-8 ({error})") from None
+        except csv.Error as error:
+            raise DataError(f"{path} line {lines.line_num + 1}: not CSV ({error})") from None
+        except UnicodeDecodeError as error:  # the text is decoded in blocks, ahead of its lines
+            raise DataError(f"{path}: not CSV in UTF-8 ({error.reason}); save it as CSV in UTF-8") from None
 
 
 def parquet_rows(path: Path, setting: str) -> Iterator[Row]:

@@ -95,7 +95,7 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
     parts = [target.with_name(f"{target.stem}.{part}.jsonl") for part in ("train", "eval")]
     fields = {"prompt_field": prompt, "answer_field": answer}
     tree["data"] |= {
-        "max_prompt": max(tree["data"].get("max_prompt", 0), _longest(problems)),
+        "max_prompt": max(tree["data"].get("max_prompt", 0), _longest(problems, tree["policy"]["path"])),
         "train": {"source": str(parts[0]), **fields},
         "eval": {"source": str(parts[1]), **fields},
     }
@@ -214,10 +214,10 @@ def _key(problem: Problem) -> str:
     return json.dumps([problem.prompt.strip(), *problem.chat])
 
 
-def _longest(problems: Sequence[Problem]) -> int:
-    """Bound the longest prompt's tokens, at two bytes each, in steps of 32."""
+def _longest(problems: Sequence[Problem], policy: str) -> int:
+    """Bound the longest prompt's tokens in steps of 32: two bytes each, or of a built-in policy one."""
     longest = max(sum(len(turn["content"].encode()) for turn in p.chat) or len(p.prompt.encode()) for p in problems)
-    return 32 * math.ceil(longest / 64)
+    return 32 * math.ceil(longest / (32 if policy.startswith("builtin:") else 64))
 
 
 def _lines(problems: Sequence[Problem]) -> str:

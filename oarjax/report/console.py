@@ -95,7 +95,7 @@ class Progress:
 
     Args:
         compiles: the first step compiles programs: say so until it is done.
-        baseline: held-out pass@1 of the start, shown before the latest.
+        baseline: held-out pass@1 of the start, shown before the latest; of a resumed run ``latest`` is given too.
         stop: whose notice of a signal stands below the bar until the run has stopped.
     """
 
@@ -108,13 +108,14 @@ class Progress:
         every: int = 1,
         compiles: bool = False,
         baseline: float | None = None,
+        latest: float | None = None,
         stop: Stop | None = None,
     ):
-        self._lines, self._stop = list[Text](), stop
+        self._lines = list[Text]()
         self._moved = threading.Event()  # a step is done, or nothing will come
         self.console = make_console() if console is None else console
-        start_value = baseline if baseline is not None and math.isfinite(baseline) else None
-        self._compiles, self._baseline, self._latest = compiles, start_value, None
+        self._compiles, self._stop = compiles, stop
+        self._baseline, self._latest = (x if x is not None and math.isfinite(x) else None for x in (baseline, latest))
         self._total, self._label, self._every, self._updates = total, label, every, 0
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -328,12 +329,7 @@ WARNINGS = (
         "them or their grading.rewards weight",
     ),
     *(
-        Rule(
-            f"nonfinite/{which}",
-            above,
-            0.0,
-            f"the {whose} of {{now:.0%}} of completions are not finite: {DAMAGED}",
-        )
+        Rule(f"nonfinite/{which}", above, 0.0, f"the {whose} of {{now:.0%}} of completions are not finite: {DAMAGED}")
         for which, whose in {
             "behaviour_logps": "sampler's log-probabilities",
             "old_logps": "trainer's log-probabilities",

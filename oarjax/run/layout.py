@@ -41,7 +41,8 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     """Check that the mesh divides the policy and the batches, in training and in sampling.
 
     Raises:
-        ConfigError: a setting of experts, and the policy has none, or key heads that rollout.attention cannot hold.
+        ConfigError: a setting of experts, and the policy has none, key heads that rollout.attention cannot hold, or
+            cuDNN's attention without a GPU or in float32.
         ShardingError: it does not divide an axis; names the axis, both sizes and the remedy.
         DeviceError: rollout.tensor does not divide the devices.
     """
@@ -54,12 +55,29 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     what = "the mesh of rollouts (rollout.tensor)"
     check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
+    _refuse_cudnn(cfg.policy, mesh)
     if cfg.rollout.attention == "kernel":
         sizes = wide.num_key_value_heads, wide.head_dim, compute_dtype_of(cfg.policy, sampling)
         if problem := kernel_problem(*sizes, sampling):
             raise ConfigError(f"rollout.attention: {problem}")
     rows = device_rows(NamedSharding(mesh, PartitionSpec(None, *batch_spec())), cfg.update.microbatch)
     prompt_rows_of(cfg.rollout, cfg.update, width=0, rows=rows, experts=model.experts is not None, auto=False)
+
+
+def _refuse_cudnn(policy: PolicyConfig, mesh: Mesh) -> None:
+    """Raise for cuDNN's attention on other devices than GPUs, and in another dtype than its own."""
+    if policy.attention != "cudnn":
+        return
+    platform, compute = mesh.devices.flat[0].platform, compute_dtype_of(policy, mesh)
+    if platform != "gpu":
+        raise ConfigError(
+            f"policy.attention: cudnn has kernels for NVIDIA GPUs, and this run is on {platform}; set auto"
+        )
+    if compute != "bfloat16":
+        raise ConfigError(
+            f"policy.attention: cudnn multiplies in bfloat16, got policy.compute_dtype {compute}; set bfloat16, or "
+            "attention to auto"
+        )
 
 
 def _refuse_experts(policy: PolicyConfig, loss: LossConfig, mesh: Mesh) -> None:

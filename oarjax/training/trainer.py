@@ -123,7 +123,7 @@ def train(
             source=source,
             prompt_step=run.prompt_step,
         )
-        baseline = None if start.before is None else start.before.metrics["pass_at_1"]
+        baseline, latest = (None if e is None else e.metrics["pass_at_1"] for e in (start.before, last))
         progress = stack.enter_context(
             Progress(
                 cfg.iterations,
@@ -131,6 +131,7 @@ def train(
                 console=console,
                 compiles=first < cfg.iterations,
                 baseline=baseline,
+                latest=None if latest == baseline else latest,  # of a run that resumes
                 stop=stop,
             )
         )

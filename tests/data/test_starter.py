@@ -73,7 +73,7 @@ def test_the_rest_of_a_named_config_stays(tmp_path):
     demo, mine = load_config("demo"), load_config(tmp_path / "mine.yaml")
     changed = {name for name in type(demo).model_fields if getattr(demo, name) != getattr(mine, name)}
     assert changed == {"run_dir", "data"}
-    assert mine.data.max_prompt == 64  # 100 bytes at two a token, in steps of 32
+    assert mine.data.max_prompt == 128  # 100 bytes at one a token of a built-in policy, in steps of 32
     assert sorted(written.rows) == [1, 4]  # the rows of a prompt stay together
     assert (mine.data.eval.prompt_field, mine.data.eval.answer_field) == ("prompt", "output")
 

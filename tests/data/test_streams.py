@@ -140,7 +140,8 @@ def test_csv_and_json_hold_the_same_problems(jsonl, tmp_path):
     lines = ["\ufeffquestion,answer", *(f'{row["question"]},"{row["answer"]}"' for row in ROWS)]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    assert load(tmp_path / "rows.csv") == load(tmp_path / "rows.json") == load(jsonl)
+    (tmp_path / "marked.jsonl").write_text("\ufeff" + jsonl.read_text())
+    assert load(tmp_path / "rows.csv") == load(tmp_path / "rows.json") == load(jsonl) == load(tmp_path / "marked.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,8 @@ def test_csv_and_json_hold_the_same_problems(jsonl, tmp_path):
         ("rows.csv", b"question,answer\n1+2=\n", r"line 2: expected 2 values, one per column"),
         ("rows.csv", b"question,question\n1,2\n", r"expected each name once"),
         ("rows.csv", b"", r"no first line with names of columns"),
-        ("rows.csv", b'question,answer\n1+2=,"3\n', r"line 2: not CSV in UTF-8"),
-        ("rows.csv", b"question,answer\n1+2=,\xff\n", r"not CSV in UTF-8"),
+        ("rows.csv", b'question,answer\n1+2=,"3\n', r"line 2: not CSV \("),
+        ("rows.csv", b"question,answer\n1+2=,\xff\n", r"not CSV in UTF-8 .*; save it as"),
         ("rows.json", b'{"question": "1"}\n{"question": "2"}', r"one object per line is called .jsonl"),
         ("rows.json", b'{"question": "1"}', r"expected a list of objects, got a dict"),
         ("rows.json", b"[1]", r"row 0: expected an object, got a int"),

@@ -230,6 +230,13 @@ def test_progress_shows_compiling_the_baseline_and_the_latest_evaluation():
     ]
 
 
+def test_a_resumed_run_shows_its_last_evaluation():
+    c = console()
+    with Progress(3, label="oar_g", console=c, baseline=0.456, latest=0.736) as progress:
+        progress.update(3, {"reward": 0.5})
+    assert printed(c).splitlines() == ["oar_g 3/3  reward 0.500  pass@1 45.6% to 73.6%"]
+
+
 def test_a_log_says_that_the_first_step_is_not_done(monkeypatch):
     monkeypatch.setattr("oarjax.report.console.MINUTE", 0.01)
     out = io.StringIO()

@@ -75,6 +75,17 @@ def test_in_bfloat16_what_is_sampled_is_what_casting_at_use_would_sample():
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+def test_cudnn_is_refused_without_a_gpu_and_in_float32():
+    with pytest.raises(
+        ConfigError, match=r"policy.attention: cudnn has kernels for NVIDIA GPUs, and this run is on cpu"
+    ):
+        check_layouts(tiny.config(policy__attention="cudnn"), MODEL, one_mesh())
+    gpu = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=[Chip("gpu", 0, "NVIDIA H100 80GB HBM3")])
+    check_layouts(tiny.config(policy__attention="cudnn"), MODEL, gpu)
+    with pytest.raises(ConfigError, match=r"cudnn multiplies in bfloat16, got policy.compute_dtype float32; set"):
+        check_layouts(tiny.config(policy__attention="cudnn", policy__compute_dtype="float32"), MODEL, gpu)
+
+
 def test_what_does_not_divide_is_refused():
     mesh = one_mesh()
     check_layouts(tiny.config(), MODEL, mesh)
