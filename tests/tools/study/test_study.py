@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from conftest import CACHE
@@ -511,6 +512,13 @@ def test_a_study_from_end_to_end(file, tmp_path, monkeypatch, capfd):
     assert rewards["seed1", "grpo"] == rewards["seed1", "permuted"] != rewards["seed0", "choose", "grpo", "0.001"]
 
 
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.slow
 def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     root = tmp_path / "study-x"
@@ -524,12 +532,15 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     end = time.monotonic() + 300
     while time.monotonic() < end and not finished(root / "seed0" / "grpo" / "checkpoints"):
         time.sleep(0.1)
+    workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    time.sleep(3)
-    reached = read_metrics(metrics)[-1]["iteration"]
-    time.sleep(2)
-    assert read_metrics(metrics)[-1]["iteration"] == reached < 10  # the worker ended too
+    assert workers
+    end = time.monotonic() + 30
+    while any(map(alive, workers)):
+        assert time.monotonic() < end, workers
+        time.sleep(0.1)
+    assert read_metrics(metrics)[-1]["iteration"] < 10
 
     assert subprocess.run(arguments, stdout=subprocess.DEVNULL, check=False, timeout=500).returncode == 0
     assert "resuming after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
