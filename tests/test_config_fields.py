@@ -116,6 +116,7 @@ BASE: dict[str, Any] = {
         "batch": 4,
         "microbatch": 2,
         "max_length": 48,
+        "optim": {"lr": 1e-3},  # a section that is given has other defaults than one that is not
     },
     "rollout": {"prompts": 4, "group_size": 2, "max_new": 10, "prompt_bucket": 8, "completion_bucket": 5},
     "grading": {"rewards": [{"name": "exact"}], "workers": 1},
@@ -610,21 +611,16 @@ def program(cfg: Config, *, name: str) -> str:
 
 
 def sft_program(cfg: Config) -> str:
-    """The texts of the warm start's programs."""
+    """The text of the warm start's update; that of the gradient before it has nothing of its optimizer."""
     assert cfg.sft is not None
     run = build(cfg)
     tx, _ = make_sft_optimizer(cfg.sft, function=find_optimizer(cfg.sft.optim))
     steps = make_sft_steps(
         run.policy, tx, training_layout(cfg.lora, run.model, run.mesh, tx), head_chunk=cfg.policy.head_chunk
     )
-    params = abstract_params(run.model, dtype=jnp.float32)
+    params, once = abstract_params(run.model, dtype=jnp.float32), Mean(spec(()), spec(()))  # type: ignore[arg-type]
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
-    shape = (2, cfg.sft.microbatch)
-    tokens, valid = spec((*shape, WIDTH + 4), jnp.int32), spec((*shape, WIDTH + 4), jnp.bool_)
-    batch = TrainBatch(tokens, valid, spec((*shape, 4), jnp.bool_), spec((*shape, 4)), None, None, None)
-    sums, count = jax.eval_shape(steps.zeros, state, batch), spec((), jnp.int32)
-    added = steps.accumulate.lower(sums, state, batch, count, count).as_text()
-    return added + steps.apply.lower(state, sums, None).as_text()
+    return steps.apply.lower(state, Sums(params, once, {}), None).as_text()
 
 
 def data(cfg: Config, *, where: str = "data.train") -> Any:
