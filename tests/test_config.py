@@ -261,6 +261,12 @@ def test_contradictions_name_the_field_and_the_remedy(fields, says):
     assert text.startswith("config: 1 bad field\n  ")
 
 
+def test_a_warm_starts_rate_is_its_own_whatever_else_its_optimizer_gets():
+    sft = {"data": {"source": "s.jsonl"}, "steps": 1}
+    given = {**sft, "optim": {"schedule": "cosine"}}
+    assert parse_config(changed(sft=sft)).sft.optim.lr == parse_config(changed(sft=given)).sft.optim.lr == 1e-3
+
+
 def test_several_contradictions_come_together():
     text = message(changed(update__minibatches=5, policy__path="builtin:random", profile=[9, 1]))
     assert [line.split(":")[0] for line in text.splitlines()] == [

@@ -413,12 +413,16 @@ class UpdateConfig(Section):
     )
 
 
+class WarmStartOptimConfig(OptimConfig):
+    lr: Rate = Field(default=1e-3, description="peak learning rate of the warm start")
+
+
 class SFTConfig(Section):
     data: DatasetConfig
     steps: Positive = Field(description="optimizer updates")
     batch: Positive = Field(default=64, description="pairs per update")
     microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
-    optim: OptimConfig = OptimConfig(lr=1e-3)
+    optim: WarmStartOptimConfig = WarmStartOptimConfig()
     max_length: Positive = Field(default=512, description="maximum tokens of a pair; longer ones are dropped")
     completion_bucket: Positive | None = Field(
         default=None, description="as rollout.completion_bucket, for the microbatches of pairs; null = that"

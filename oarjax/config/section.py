@@ -23,7 +23,7 @@ def _countable(size: int) -> int:
 Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(min_length=1)]
 

@@ -34,6 +34,9 @@ BASE = "gsm8k_qwen2.5-0.5b"
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
 """Share and maximum number of prompts that are held out for evaluations."""
 
+FAR_LONGER = 4
+"""A hundredth of the prompts, or one, does not set max_prompt where the longest is so many times the rest's."""
+
 SUMS = frozenset("0123456789+-")
 """Characters of a sum that does not end in =."""
 
@@ -94,8 +97,9 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
     target = target or Path(f"{name}.yaml")
     parts = [target.with_name(f"{target.stem}.{part}.jsonl") for part in ("train", "eval")]
     fields = {"prompt_field": prompt, "answer_field": answer}
+    max_prompt, longer = _longest(problems, tree["policy"]["path"])
     tree["data"] |= {
-        "max_prompt": max(tree["data"].get("max_prompt", 0), _longest(problems, tree["policy"]["path"])),
+        "max_prompt": max(tree["data"].get("max_prompt", 0), max_prompt),
         "train": {"source": str(parts[0]), **fields},
         "eval": {"source": str(parts[1]), **fields},
     }
@@ -121,11 +125,23 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
             path.write_text(content, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
-    notes = tuple(_beyond(cfg.sft, problems))
+    notes = (*_unusual(problems, longer, cfg.data.max_prompt), *_beyond(cfg.sft, problems))
     if cfg.sft is not None:
         overrides = f"policy.path={cfg.run_dir}/start sft=null"
         notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {overrides}",)
     return Written(target, parts[0], parts[1], (len(train), len(held_out)), pair, policy, notes)
+
+
+def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Iterator[str]:
+    """Say which rows training leaves out or cannot grade."""
+    if longer > max_prompt:
+        yield (
+            f"a few prompts are far longer than the rest: those over {max_prompt} tokens are left out; "
+            f"data.max_prompt={longer} takes them all"
+        )
+    missing = sum(p.answer.strip().lower() in ("", "nan") for p in problems)
+    if missing:
+        yield f"{missing} of {len(problems)} answers are blank or NaN, so no completion is right: remove these rows"
 
 
 def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]:
@@ -214,10 +230,17 @@ def _key(problem: Problem) -> str:
     return json.dumps([problem.prompt.strip(), *problem.chat])
 
 
-def _longest(problems: Sequence[Problem], policy: str) -> int:
-    """Bound the longest prompt's tokens in steps of 32: two bytes each, or of a built-in policy one."""
-    longest = max(sum(len(turn["content"].encode()) for turn in p.chat) or len(p.prompt.encode()) for p in problems)
-    return 32 * math.ceil(longest / (32 if policy.startswith("builtin:") else 64))
+def _longest(problems: Sequence[Problem], policy: str) -> tuple[int, int]:
+    """Bound prompts' tokens in steps of 32, at two bytes each, or of a built-in policy one.
+
+    Returns:
+        A bound of all prompts but those ``FAR_LONGER`` than the rest, and a bound of all.
+    """
+    step = 32 if policy.startswith("builtin:") else 64
+    lengths = sorted(sum(len(turn["content"].encode()) for turn in p.chat) or len(p.prompt.encode()) for p in problems)
+    few = max(1, len(lengths) // 100) if len(lengths) >= 20 else 0
+    longest, usual = lengths[-1], lengths[-1 - few]
+    return 32 * math.ceil((usual if longest > FAR_LONGER * usual else longest) / step), 32 * math.ceil(longest / step)
 
 
 def _lines(problems: Sequence[Problem]) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from oarjax.config.inputs import PolicyConfig
 from oarjax.config.learning import RECORDED
 from oarjax.data.hf import load_params, read_config
+from oarjax.data.hf_files import CheckpointError
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
@@ -43,7 +44,10 @@ def read_teacher(path: str | None, settings: PolicyConfig, mesh: Mesh) -> Teache
     """
     if path is None or path == RECORDED:
         return None
-    model, source = read_config(path)
+    try:
+        model, source = read_config(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"loss.teacher: {error}") from error
     return Teacher(model, source, bind_policy(settings, model, mesh, adapter_scale=1.0))
 
 

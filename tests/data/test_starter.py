@@ -118,3 +118,14 @@ def test_a_run_opens_from_what_the_command_writes(tmp_path, monkeypatch):
         main()
     run = open_run(load_config("sums.yaml", ["sft=null", "device=cpu"]))
     assert (len(run.train), len(run.held_out)) == (32, 4)
+
+
+def test_one_row_far_longer_than_the_rest_does_not_widen_every_prompt(tmp_path):
+    source = csv_file(tmp_path / "qa.csv")
+    usual = load_config(write_config(source, Path("usual.yaml")).config).data.max_prompt
+    with (tmp_path / source).open("a") as file:
+        file.write("x" * 10_000 + ",,\n")
+    written = write_config(source, Path("far.yaml"))
+    assert load_config(written.config).data.max_prompt == usual
+    assert "data.max_prompt=5024 takes them all" in written.message()
+    assert "1 of 41 answers are blank or NaN" in written.message()

@@ -6,6 +6,7 @@ import pytest
 from tiny_programs import one_mesh
 
 from oarjax.config.inputs import PolicyConfig
+from oarjax.data.hf_files import CheckpointError
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tokenizer import load_tokenizer
@@ -33,3 +34,5 @@ def test_a_teacher_lies_as_its_shapes_say_and_reads_the_same_tokens(tmp_path):
     check_teacher(None, load_tokenizer(tmp_path / "teacher"))
     with pytest.raises(ConfigError, match=r"loss.teacher: .*forks has other tokens than the policy"):
         check_teacher(str(tmp_path / "forks"), load_tokenizer(tmp_path / "teacher"))
+    with pytest.raises(CheckpointError, match=r"^loss.teacher: .*gone"):
+        read_teacher(str(tmp_path / "gone"), settings, mesh)

@@ -118,10 +118,10 @@ def count(
         if op_name.endswith(f"{CANDIDATES}/while"):
             return float(credit.signed_values.candidates)
         if branching:
-            return sum(runs)
+            return float(sum(runs))
         if op_name.count("while") == 1:
-            return s.microbatches
-        return local if SCOPE in op_name else sum(runs)
+            return float(s.microbatches)
+        return float(local if SCOPE in op_name else sum(runs))
 
     def branches(op_name: str, number: int) -> Sequence[float]:
         return [n / sum(runs) for n in runs] if number == len(runs) else [1 / number] * number
