@@ -30,7 +30,7 @@ def scaled(plan: dict[str, Any], cfg: Config, now: Config, model: QwenConfig, *,
     """Return a plan of ``cfg`` with the shapes of another config."""
     shapes = [shapes_of(each) for each in (cfg, now)]
     rows = [rollout_plan(s, c.rollout, blocks=plan["chips"] // tensor) for s, c in zip(shapes, (cfg, now))]
-    sizes = {"chips": plan["chips"], "tensor": tensor}
+    sizes = {"chips": plan["chips"], "tensor": tensor, "expert": plan["mesh"]["expert"]}
     before, after = (
         read_bytes(model, s, c.rollout, **sizes, slots=mean_slots(r, c.rollout.attention))
         for s, c, r in zip(shapes, (cfg, now), rows)
@@ -50,7 +50,10 @@ def scaled(plan: dict[str, Any], cfg: Config, now: Config, model: QwenConfig, *,
 
 def gain(plan: dict[str, Any], cfg: Config, model: QwenConfig, *, tensor: int) -> str:
     """Describe the best division of the plan's slice."""
-    empty, sizes = shapes_of(cfg)._replace(rows=0, prompts=0), {"chips": plan["chips"], "tensor": tensor}
+    empty, sizes = (
+        shapes_of(cfg)._replace(rows=0, prompts=0),
+        {"chips": plan["chips"], "tensor": tensor, "expert": plan["mesh"]["expert"]},
+    )
     weights = read_bytes(model, empty, cfg.rollout, **sizes)
     found = overlap_of({"needs": {"weights": 0}} | plan, times_of(cfg.update), weights, tensor=tensor)
     return "none" if found is None else f"{found['gain']:.2f} with {found['chips']} chips that draw"

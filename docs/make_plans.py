@@ -20,6 +20,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.system.chips import CHIPS
 from oarjax.tools.plan.architecture import architecture_fields
-from oarjax.tools.plan.command import compile_apart, phases_of, plan, topology_of, whole_of, work_of
-from oarjax.tools.plan.programs import LargestShapes
+from oarjax.tools.plan.command import bytes_read, compile_apart, phases_of, plan, topology_of, whole_of, work_of
+from oarjax.tools.plan.programs import LargestShapes, shapes_of
 from oarjax.tools.plan.roofline import Reached
-from oarjax.tools.plan.sums import count
+from oarjax.tools.plan.sums import count, with_seconds
 from oarjax.tools.plan.table import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,10 +126,13 @@ def seconds_by_operation(found: Mapping[str, Any], *, shown: int = 8) -> dict[st
 
 
 def renewed(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute anew what follows from a plan's phases."""
+    """Compute anew what follows from what the programs of a plan's phases count."""
     cfg = load_config(ROOT / found["config"])
     where, fields = topology_of(cfg.plan.topology), architecture_fields(cfg.policy.path)
-    plan = whole_of(found["config"], cfg, where, fields, found)
+    sizes = {"chips": found["chips"], "mesh": found["mesh"], "resident": found["resident"]}
+    read_of = partial(bytes_read, model=QwenConfig.from_hf(fields), s=shapes_of(cfg), rollout=cfg.rollout, **sizes)
+    phases = [with_seconds(p, where.chip, read=read_of(p["name"])) if "executed" in p else p for p in found["phases"]]
+    plan = whole_of(found["config"], cfg, where, fields, {**found, "phases": phases})
     older = [p["name"] for p in found["phases"] if "seconds_compiler" not in p]
     return plan | {"notes": [*plan["notes"], *([OLDER.format(", ".join(older))] if older else [])]}
 

@@ -220,13 +220,19 @@ def matmul_parameters(cfg: QwenConfig) -> int:
     return matrices + (cfg.vocab_size * cfg.hidden_size if cfg.tie_word_embeddings else 0)
 
 
+def expert_parameters(cfg: QwenConfig) -> int:
+    """Count the parameters of all experts that a token may be sent to; 0 without."""
+    count = 0 if cfg.experts is None else cfg.experts.count
+    return count * 3 * cfg.hidden_size * cfg.intermediate_size * cfg.num_hidden_layers
+
+
 def decoder_of(cfg: QwenConfig) -> Decoder:
     """Return the sizes that cost depends on; of a layer's experts, only those that a token visits."""
     head = cfg.vocab_size * cfg.hidden_size
     trunk = matmul_parameters(cfg) - head
     if cfg.experts is not None:
         idle = cfg.experts.count - cfg.experts.per_token
-        trunk -= idle * 3 * cfg.hidden_size * cfg.intermediate_size * cfg.num_hidden_layers
+        trunk -= idle * expert_parameters(cfg) // cfg.experts.count
     memory = 0
     if cfg.delta is not None:  # a token reads the memory twice and writes it once; and the convolution
         per_layer = 6 * cfg.delta.value_width * cfg.delta.key_dim + 2 * cfg.delta.channels * cfg.delta.taps

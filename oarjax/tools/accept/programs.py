@@ -193,7 +193,9 @@ def planned_seconds(rates: Peaks, cfg: Config, model: QwenConfig, name: str) -> 
     products = repeats * model_flops(name, model, cfg) / (count * (rates.flops or 1.0))
     if name != "sample" or rates.bandwidth is None:
         return products
-    return max(products, read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1) / rates.bandwidth)
+    return max(
+        products, read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1, expert=1) / rates.bandwidth
+    )
 
 
 def _decoding(cfg: Config, model: QwenConfig, seconds: float, rates: Peaks) -> list[Check]:
@@ -201,7 +203,7 @@ def _decoding(cfg: Config, model: QwenConfig, seconds: float, rates: Peaks) -> l
     count, tokens = len(jax.devices()), cfg.rollout.prompts * cfg.rollout.group_size * cfg.rollout.max_new
     checks = [measured("decoded tokens per second and device", tokens / seconds / count)]
     if rates.bandwidth is not None:
-        bytes_read = read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1)
+        bytes_read = read_bytes(model, shapes_of(cfg), cfg.rollout, chips=count, tensor=1, expert=1)
         note = "weights and keys and values at full length"
         checks.append(measured("of the memory's speed, decoding", bytes_read / seconds / rates.bandwidth, note=note))
     return checks

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from oarjax.config.learning import EnvironmentConfig
+from oarjax.config.learning import EnvironmentConfig, RolloutConfig
 from oarjax.config.loading import load_config
 from oarjax.config.schema import Config
 from oarjax.credit.registry import choices
@@ -37,6 +37,7 @@ from oarjax.tools.plan.overlap import overlap_of
 from oarjax.tools.plan.programs import (
     LEARNING,
     PROGRAMS,
+    LargestShapes,
     evaluation_plan,
     mean_slots,
     phases_of_step,
@@ -249,14 +250,7 @@ def document(
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
     chips, turns = where.devices * max(cfg.mesh.slice, 1), turns_of(cfg.rollout.environment)
     mesh, resident = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
-    tensor = cfg.rollout.tensor or mesh["tensor"]
-    slots = mean_slots(rollout_plan(s, cfg.rollout, blocks=chips // tensor), cfg.rollout.attention)
-
-    def read(phase: str, result: dict[str, Any]) -> float:
-        if phase == "sample":
-            return read_bytes(model, s, cfg.rollout, chips=chips, tensor=tensor, slots=slots)
-        return applied_bytes(result["resident"]) if phase == "apply" else 0.0
-
+    slots = slots_of(s, cfg.rollout, chips, cfg.rollout.tensor or mesh["tensor"])
     phases = []
     for (phase, method), result in zip(work, results):
         phase_cfg = with_method(cfg, method)
@@ -278,12 +272,37 @@ def document(
                 work=totals,
                 experts=model.experts.count if model.experts else 0,
                 model=model_flops(phase, model, phase_cfg),
-                read=read(phase, result),
+                read=bytes_read(phase, model, s, cfg.rollout, chips=chips, mesh=mesh, resident=result["resident"]),
                 slots=slots,
             )
         )
     parts = {"mesh": mesh, "versions": results[0]["versions"], "resident": resident, "phases": phases}
     return whole_of(name, cfg, where, fields, parts)
+
+
+def slots_of(s: LargestShapes, rollout: RolloutConfig, chips: int, tensor: int) -> float:
+    """Return how many slots of a row's cache a decode step reads on average."""
+    return mean_slots(rollout_plan(s, rollout, blocks=chips // tensor), rollout.attention)
+
+
+def bytes_read(
+    phase: str,
+    model: QwenConfig,
+    s: LargestShapes,
+    rollout: RolloutConfig,
+    *,
+    chips: int,
+    mesh: Mapping[str, int],
+    resident: Mapping[str, int],
+) -> float:
+    """Count the bytes of HBM that a phase has to read on a chip, where its program says less: to decode, and apply."""
+    if phase == "apply":
+        return applied_bytes(resident)
+    if phase != "sample":
+        return 0.0
+    tensor = rollout.tensor or mesh["tensor"]
+    slots = slots_of(s, rollout, chips, tensor)
+    return read_bytes(model, s, rollout, chips=chips, tensor=tensor, expert=mesh["expert"], slots=slots)
 
 
 def turns_of(environment: EnvironmentConfig | None) -> int:
@@ -342,7 +361,8 @@ def whole_of(name: str, cfg: Config, where: Slice, fields: dict[str, Any], parts
     if survival is not None and result["step"] is not None:
         result["lengths"] = expected_step(cfg, model, result, survival, tensor=tensor)
     if result["step"] is not None:
-        weights = read_bytes(model, s._replace(rows=0, prompts=0), cfg.rollout, chips=chips, tensor=tensor)
+        sizes = {"chips": chips, "tensor": tensor, "expert": parts["mesh"]["expert"]}
+        weights = read_bytes(model, s._replace(rows=0, prompts=0), cfg.rollout, **sizes)
         drawing = cfg.rollout.devices
         result["lag"] = overlap_of(result, times_of(cfg.update), weights, tensor=tensor, drawing=drawing)
     return result

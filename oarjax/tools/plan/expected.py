@@ -9,7 +9,7 @@ the microbatches are as many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,10 @@ def expected_step(
     times = times_of(cfg.update)
     seconds: dict[str, float] = {}
     scale = _sampling_scales(
-        decoding, model, cfg, chips=chips, tensor=tensor, mean=mean_slots(rows, cfg.rollout.attention)
+        decoding,
+        cfg,
+        partial(read_bytes, model, rollout=cfg.rollout, chips=chips, tensor=tensor, expert=plan["mesh"]["expert"]),
+        mean=mean_slots(rows, cfg.rollout.attention),
     )
     for phase in plan["phases"]:
         name = phase["name"]
@@ -127,10 +130,10 @@ def _flops_share(name: str, model: QwenConfig, cfg: Config, lengths: list[int]) 
 
 
 def _sampling_scales(
-    decoding: DecodingWork, model: QwenConfig, cfg: Config, *, chips: int, tensor: int, mean: float
+    decoding: DecodingWork, cfg: Config, read_of: Callable[..., float], *, mean: float
 ) -> tuple[float, float, float]:
     """Return (products, HBM bytes, link bytes) of decoding over those of the worst case, which reads ``mean`` slots."""
-    s, read_of = shapes_of(cfg), partial(read_bytes, model, rollout=cfg.rollout, chips=chips, tensor=tensor)
+    s = shapes_of(cfg)
     share = decoding.row_steps / (s.rows * s.completion)
     worst, weights = read_of(s, slots=mean), read_of(s._replace(rows=0, prompts=0))
     prompts = read_of(s._replace(rows=0)) - weights

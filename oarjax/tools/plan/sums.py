@@ -20,7 +20,7 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.kernels.grouped_dot import BLOCK, LOOP, even_blocks
 from oarjax.kernels.splash import block_of
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.weights import decoder_of, matmul_parameters
+from oarjax.models.weights import decoder_of, expert_parameters, matmul_parameters
 from oarjax.run.adapters import trained_count
 from oarjax.run.custom import find_credit
 from oarjax.run.shapes import times_again
@@ -168,17 +168,10 @@ def phase_of(
     by_kernel = {kernel: times * flops_of(kernel.name, kernel.operands) for kernel, times in work.kernels.items()}
     kernels = sum(by_kernel.values())
     flops = work.flops + kernels
-    times = roofline(chip, flops=flops, sent=sum(work.collectives.values()), read=read)
     ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
     links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
-    moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
-    assumed = expected_seconds(
-        chip, reached, flops=flops, kernels=kernels, moved=moved, passed=work.passed, links=links
-    )
     streamed = work.streamed / (chip.bandwidth * reached.memory)  # by kernels that wait for HBM
-    compilers = work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + streamed + links
-    expected = max(assumed, compilers)
-    return line | {
+    counted = {
         "executed": flops,
         "kernels": kernels,
         "grouped": sum(n for k, n in by_kernel.items() if k.name.startswith(GROUPED)),
@@ -186,22 +179,42 @@ def phase_of(
         "share": model / (flops * chips) if model else None,
         "sent": dict(work.collectives),
         "calls": dict(work.calls),
-        "read": read,
-        "seconds": {"products": times.products, "memory": times.memory, "links": times.links},
         "moved": work.moved,
         "passed": work.passed,
         "links_expected": links,
+        "seconds_compiler": work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + streamed + links,
+        "aliased": max(p["memory"]["aliased"] for p in result["programs"]),
+        "chips": chips,
+    }
+    return with_seconds(line | counted, chip, read=read)
+
+
+def with_seconds(line: Mapping[str, Any], chip: Chip, *, read: float) -> dict[str, Any]:
+    """Add to a column what follows from its counts and from the bytes of HBM that it has to read on a chip."""
+    work = {"model_flops": line["model"], "chips": line["chips"]}
+    times = roofline(chip, flops=line["executed"], sent=sum(line["sent"].values()), read=read)
+    assumed = expected_seconds(
+        chip,
+        Reached(),
+        flops=line["executed"],
+        kernels=line["kernels"],
+        moved=max(line["moved"], read - line["passed"]),  # what has to be read is, however it is counted
+        passed=line["passed"],
+        links=line["links_expected"],
+    )
+    expected = max(assumed, line["seconds_compiler"])
+    return {
+        **line,
+        "read": read,
+        "seconds": {"products": times.products, "memory": times.memory, "links": times.links},
         "seconds_in_turn": times.in_turn,
         "seconds_together": times.together,
         "seconds_assumed": assumed,
-        "seconds_compiler": compilers,
         "seconds_expected": expected,
-        "utilisation_expected": utilisation(chip, model_flops=model, chips=chips, seconds=expected),
+        "utilisation_expected": utilisation(chip, **work, seconds=expected),
         "hbm_expected": read / (chip.bandwidth * expected) if expected else 0.0,
-        "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
-        "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
-        "aliased": max(p["memory"]["aliased"] for p in result["programs"]),
-        "chips": chips,
+        "utilisation_in_turn": utilisation(chip, **work, seconds=times.in_turn),
+        "utilisation_together": utilisation(chip, **work, seconds=times.together),
     }
 
 
@@ -225,17 +238,19 @@ def read_bytes(
     *,
     chips: int,
     tensor: int,
+    expert: int,
     slots: float | None = None,
 ) -> float:
     """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
 
-    ``tensor`` chips have one copy of the policy, and of its key heads at least one each. ``slots`` of a row's cache are
-    read for a token on average, all by default.
+    ``tensor`` chips have one copy of the policy, and of its key heads at least one each; ``expert`` such copies have
+    one of the experts. ``slots`` of a row's cache are read for a token on average, all by default.
     """
     groups = chips // tensor
+    elsewhere = expert_parameters(model) * (1 - 1 / expert)
     heads = max(model.num_key_value_heads / tensor, 1)
     return decoding_bytes(
-        weights=2 * matmul_parameters(model) / tensor,  # experts as well: among many rows, each is some token's
+        weights=2 * (matmul_parameters(model) - elsewhere) / tensor,  # among many rows, each expert is some token's
         rows=s.rows / groups,
         prompts=s.prompts / groups,
         prompt=s.prompt,

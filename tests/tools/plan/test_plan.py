@@ -197,7 +197,7 @@ def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = 
     found = {
         "resident": {"params": 1 * GIB, "optimizer": 2 * GIB, "gradients": 1 * GIB},
         "versions": {"jax": "1.2", "libtpu": "3.4"},
-        "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
+        "mesh": {"slice": 1, "data": 1, "expert": 1, "fsdp": 4, "tensor": 1},
         "ways": [[4, {"ring": 2, "every": 2, "hops": 2}]],
     }
     if text is None:

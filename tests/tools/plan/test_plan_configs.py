@@ -15,7 +15,7 @@ from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.programs import shapes_of
-from oarjax.tools.plan.sums import padding_of_groups
+from oarjax.tools.plan.sums import padding_of_groups, read_bytes
 from oarjax.tools.plan.table import commits_table, headline, markdown
 from oarjax.tools.plan.topology import find_slice
 
@@ -83,12 +83,15 @@ def test_planned_figures():
         update = next(p for p in found["phases"] if p["name"] in ("update", "fused"))
         fused = update["name"] == "fused"
         cfg = load_config(ROOT / "configs" / name)
+        model, s = QwenConfig.from_hf(architecture_fields(cfg.policy.path)), shapes_of(cfg)
+        sizes = {"tensor": cfg.rollout.tensor or found["mesh"]["tensor"], "expert": found["mesh"]["expert"]}
+        weights = read_bytes(model, s._replace(rows=0, prompts=0), cfg.rollout, chips=found["chips"], **sizes)
+        assert 0.75 < weights / s.completion / found["resident"]["rollout"] < 1, f"{name}: a step reads the copy, once"
         if cfg.lora.rank:
             continue  # gradients of adapters alone: another share, and no formula
         analytic = found["expected_fused" if fused else "expected"]
         assert update["executed"] * found["chips"] == pytest.approx(analytic, rel=0.03), name
         share = 0.75 if cfg.rollout.max_new <= 1024 else 0.70  # attention is computed again
-        model = QwenConfig.from_hf(architecture_fields(cfg.policy.path))
         if fused or model.experts:
             share -= 0.1  # and layers for scores, or the experts' last products for the router's gradient
         if model.experts:
