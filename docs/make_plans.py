@@ -4,7 +4,7 @@ python docs/make_plans.py CONFIG...            compiles the programs of these co
 python docs/make_plans.py --phases=sample,apply CONFIG...    compiles these phases alone, and keeps the others
 python docs/make_plans.py --check CONFIG...    lowers them alone, and marks phases whose programs are others by now
 python docs/make_plans.py --cycles CONFIG...   prints where an update's time goes, of programs that were compiled here
-python docs/make_plans.py --served             compiles sampling as a public benchmark has it, for docs/data/served.json
+python docs/make_plans.py --beside NAME...     compiles variants of configs that pages cite, for docs/data/plans_beside.json
 python docs/make_plans.py                      writes page and headers from the numbers that are there
 
 A CONFIG is a name such as qwen3-4b_v6e-16. The other plans stay as they are, and the page says from which commit each
@@ -35,11 +35,24 @@ from oarjax.tools.plan.sums import count, with_seconds
 from oarjax.tools.plan.table import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE, SERVED, PAGE = Path("docs/data/plans.json"), Path("docs/data/served.json"), Path("docs/plans.md")
-AS_SERVED = (  # 256 requests at once, each with a prompt of its own
+FILE, BESIDE, PAGE = Path("docs/data/plans.json"), Path("docs/data/plans_beside.json"), Path("docs/plans.md")
+SERVED = (  # 256 requests at once, each with a prompt of its own
     "policy.path=Qwen/Qwen3-8B plan.topology=v6e-4 mesh.fsdp=4 data.max_prompt=1024 rollout.prompts=256 "
     "rollout.group_size=1 rollout.max_new=1024 advantage.method=batch advantage.scale=batch"
 )
+VARIANTS = {  # name: config, changes and phase
+    "served": ("qwen3-4b_v6e-16", SERVED, "sample"),
+    "1.5b-int8": ("qwen2.5-1.5b_v5e-8", "rollout.cache=int8", "sample"),
+    "1.5b-kernel": ("qwen2.5-1.5b_v5e-8", "rollout.attention=kernel", "sample"),
+    "1.5b-kernel-int8": ("qwen2.5-1.5b_v5e-8", "rollout.attention=kernel rollout.cache=int8", "sample"),
+    "8b-long-kernel": ("qwen3-8b_long_v5p-64", "rollout.attention=kernel", "sample"),
+    "7b-v5p-grpo": ("qwen2.5-7b_v5p-32", "credit.method=uniform", "update"),
+    "7b-v5e-grpo": ("qwen2.5-7b_v5e-64", "credit.method=uniform", "update"),
+    "8b-long-grpo": ("qwen3-8b_long_v5p-64", "credit.method=uniform", "update"),
+    "8b-32k": ("qwen3-8b_long_v5p-64", "rollout.max_new=32256 policy.remat=full", "fused"),
+    "8b-32k-grpo": ("qwen3-8b_long_v5p-64", "rollout.max_new=32256 policy.remat=full credit.method=uniform", "update"),
+    "7b-v5p-shared": ("qwen2.5-7b_v5p-32", "update.prompt_rows=4", "fused"),
+}
 CACHE, TIMEOUT = "~/.cache/oarjax/tools/plan", 3600
 COMMAND = "python docs/make_plans.py"
 OLDER = (
@@ -65,15 +78,14 @@ def compiled(name: str, phases: str = "", known: Mapping[str, Any] | None = None
     return renewed(made | {"phases": [*every.values()], "resident": resident})
 
 
-def served() -> dict[str, float]:
-    """Plan sampling as a public benchmark has it; return tokens/s per chip and the share of HBM's rate."""
-    cfg = load_config(ROOT / "configs/qwen3-4b_v6e-16.yaml", AS_SERVED.split())
+def variant(name: str) -> dict[str, Any]:
+    """Plan one phase of a shipped config with changes."""
+    config, changes, phase = VARIANTS[name]
+    cfg = load_config(ROOT / f"configs/{config}.yaml", changes.split())
     fields, where = architecture_fields(cfg.policy.path), topology_of(cfg.plan.topology)
-    work = [("sample", None)]
-    found = plan("served", cfg, where=where, fields=fields, work=work, cache=CACHE, timeout=TIMEOUT, jobs=1)
-    (sample,), s = found["phases"], found["shapes"]
-    rate = s["rows"] * s["completion"] / sample["seconds_expected"] / found["chips"]
-    return {"tokens_per_chip": rate, "hbm": sample["hbm_expected"]}
+    found = plan(name, cfg, where=where, fields=fields, work=[(phase, None)], cache=CACHE, timeout=TIMEOUT, jobs=1)
+    kept = {part: found[part] for part in ("chips", "shapes", "versions")}
+    return {"config": config, "changes": changes, **kept, "phase": found["phases"][0]}
 
 
 def lowered(name: str, phase: str) -> dict[str, Any]:
@@ -141,8 +153,8 @@ def write(plans: list[dict[str, Any]]) -> None:
     """Write numbers, page and headers."""
     plans = [renewed(found) for found in plans]
     (ROOT / FILE).write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-    beside = json.loads((ROOT / SERVED).read_text(encoding="utf-8"))
-    (ROOT / PAGE).write_text(markdown(plans, numbers=FILE, command=COMMAND, served=beside), encoding="utf-8")
+    served = json.loads((ROOT / BESIDE).read_text(encoding="utf-8"))["served"]
+    (ROOT / PAGE).write_text(markdown(plans, numbers=FILE, command=COMMAND, served=served), encoding="utf-8")
     for found in plans:
         path, summary = ROOT / found["config"], headline(found)
         text = path.read_text(encoding="utf-8")
@@ -156,8 +168,12 @@ def main(arguments: list[str]) -> int:
     """Make the plans of the configs named anew, or check them; keep the others."""
     names = [each for each in arguments if not each.startswith("--")]
     phases = next((each.removeprefix("--phases=") for each in arguments if each.startswith("--phases=")), "")
-    if "--served" in arguments:
-        (ROOT / SERVED).write_text(json.dumps(served(), indent=1) + "\n", encoding="utf-8")
+    if "--beside" in arguments:
+        for name in names:
+            beside = json.loads((ROOT / BESIDE).read_text(encoding="utf-8")) | {name: variant(name)}
+            (ROOT / BESIDE).write_text(json.dumps(beside, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {beside[name]['phase']['seconds_expected']:.1f} s", flush=True)
+        names = []
     plans = {Path(found["config"]).stem: found for found in json.loads((ROOT / FILE).read_text(encoding="utf-8"))}
     if "--cycles" in arguments:
         for name in names:

@@ -52,10 +52,12 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def served_line(served: Mapping[str, Any]) -> str:
     """Set the sampler's plan for the requests of a serving benchmark beside what an engine was measured at."""
+    sizes, sample = served["shapes"], served["phase"]
+    rate = sizes["rows"] * sizes["completion"] / sample["seconds_expected"] / served["chips"]
     return (
         "The same requests in a plan and in a measurement: Qwen3-8B in bfloat16 on a v6e-4, 256 requests of 1,024 + "
         "1,024 tokens at once, prefill included. sglang-jax measured 7,571.84 tokens/s, 1,893 per chip (its "
         "[benchmark](https://github.com/sgl-project/sglang-jax/blob/main/docs/performance/qwen3_benchmark.md) of 12 "
-        f"September 2025); this sampler's plan expects {served['tokens_per_chip']:,.0f} per chip, at "
-        f"{served['hbm']:.0%} of HBM's rate."
+        f"September 2025); this sampler's plan expects {rate:,.0f} per chip, at "
+        f"{sample['hbm_expected']:.0%} of HBM's rate."
     )

@@ -68,7 +68,7 @@ def test_a_shipped_config_and_its_plan(path):
 def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
     made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
-    served = json.loads((ROOT / made["SERVED"]).read_text())
+    served = json.loads((ROOT / made["BESIDE"]).read_text())["served"]
     page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=served)
     assert page == (ROOT / "docs/plans.md").read_text()
     assert json.loads(json.dumps(made["renewed"](PLANS[-1]))) == PLANS[-1]
