@@ -36,6 +36,7 @@ from oarjax.tools.plan.table import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE, BESIDE, PAGE = Path("docs/data/plans.json"), Path("docs/data/plans_beside.json"), Path("docs/plans.md")
+BEFORE = Path("docs/data/plans_before.json")  # of commit fe2bcd7
 SERVED = (  # 256 requests at once, each with a prompt of its own
     "policy.path=Qwen/Qwen3-8B plan.topology=v6e-4 mesh.fsdp=4 data.max_prompt=1024 rollout.prompts=256 "
     "rollout.group_size=1 rollout.max_new=1024 advantage.method=batch advantage.scale=batch"
@@ -154,7 +155,9 @@ def write(plans: list[dict[str, Any]]) -> None:
     plans = [renewed(found) for found in plans]
     (ROOT / FILE).write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
     served = json.loads((ROOT / BESIDE).read_text(encoding="utf-8"))["served"]
-    (ROOT / PAGE).write_text(markdown(plans, numbers=FILE, command=COMMAND, served=served), encoding="utf-8")
+    before = json.loads((ROOT / BEFORE).read_text(encoding="utf-8"))
+    page = markdown(plans, numbers=FILE, command=COMMAND, served=served, before=before)
+    (ROOT / PAGE).write_text(page, encoding="utf-8")
     for found in plans:
         path, summary = ROOT / found["config"], headline(found)
         text = path.read_text(encoding="utf-8")

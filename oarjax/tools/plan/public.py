@@ -1,4 +1,4 @@
-"""Set plans beside what others measured on the same chips, and say what starting a run costs."""
+"""Set plans beside what others measured on the same chips, and beside an earlier version's."""
 
 from __future__ import annotations
 
@@ -61,3 +61,33 @@ def served_line(served: Mapping[str, Any]) -> str:
         f"September 2025); this sampler's plan expects {rate:,.0f} per chip, at "
         f"{sample['hbm_expected']:.0%} of HBM's rate."
     )
+
+
+def before_table(plans: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tabulate sampling, and scores and update, beside the plans of an earlier version by the same assumptions.
+
+    ``before`` has, per config, the counts and assumed seconds of its phases.
+    """
+    lines = [
+        "| config | sampling, s | share of HBM's rate | scores and update, s | MFU | share of HBM's rate |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for plan in plans:
+        now = {p["name"]: {**p, "seconds": p["seconds_assumed"]} for p in plan["phases"] if p["method"] is None}
+        old = {n: {**p, "seconds": p["seconds_expected"]} for n, p in before.get(plan["config"], {}).items()}
+        cells = zip(*(_shares(phases, plan) for phases in (old, now)))
+        name = plan["config"].removeprefix("configs/")
+        lines.append(f"| {name} | " + " | ".join(" to ".join(filter(None, cell)) for cell in cells) + " |")
+    return lines
+
+
+def _shares(phases: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """Return seconds and shares of the peaks: bytes that sampling must read, and all that scores and update move."""
+    learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
+    if not learning:
+        return [""] * 5
+    chip, seconds, sample = plan["chip"], sum(p["seconds"] for p in learning), phases["sample"]
+    mfu = sum(p["model"] for p in learning) / (plan["chips"] * chip["flops"] * seconds)
+    moved = sum(p["moved"] + p["passed"] for p in learning) / (chip["bandwidth"] * seconds)
+    read = sample["read"] / (chip["bandwidth"] * sample["seconds"])
+    return [f"{sample['seconds']:.1f}", f"{read:.0%}", f"{seconds:.1f}", f"{mfu:.0%}", f"{moved:.0%}"]

@@ -12,7 +12,7 @@ from oarjax.costs import Number
 from oarjax.system.chips import GIB
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
 from oarjax.tools.plan.overlap import describe_overlap
-from oarjax.tools.plan.public import public_table, served_line
+from oarjax.tools.plan.public import before_table, public_table, served_line
 from oarjax.tools.plan.roofline import Reached
 from oarjax.tools.plan.starting import starting_table
 
@@ -22,6 +22,14 @@ WORD = (
     "kernels by formula), and all times, from peak rates: no hardware reaches them. Nothing here was measured on a TPU."
 )
 
+
+BEFORE = (
+    "Commit fe2bcd7 to today, both by assumed shares of the peaks and nothing overlapped, since the compiler's cycles, "
+    "from which the tables below take the larger time, were not read then. Shares of HBM's rate are of the bytes that "
+    "sampling must read, and of all that scores and update move. Some of the difference is counting: then a token read "
+    "a full cache, a mixture's chip every expert, and slices that are read ahead counted whole."
+)
+"""What a table beside an earlier version's plans compares."""
 
 OLDER = (
     "This table is older than the others: of scores and update in two passes, without the optimizer's own program and "
@@ -267,10 +275,11 @@ def markdown(
     numbers: Path | None = None,
     command: str | None = None,
     served: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the page of all plans; ``numbers`` is the file that holds them as JSON, ``command`` what wrote it.
 
-    ``served`` is a plan of what an engine was measured at, see ``served_line``.
+    ``served`` is a plan of what an engine was measured at, see ``served_line``, ``before`` an earlier version's plans.
     """
     versions = plans[0]["versions"]
     option = "" if numbers is None else f" --json {numbers}"
@@ -293,6 +302,7 @@ def markdown(
     lines += ["", "## Until the first iteration", "", *starting_table(plans)]
     lines += ["", "## Beside public figures", "", *public_table(plans)]
     lines += [] if served is None else ["", served_line(served)]
+    lines += [] if before is None else ["", "## Beside an earlier version", "", BEFORE, "", *before_table(plans, before)]
     for plan in plans:
         lines += ["", f"## {plan['config']}", "", f"{title(plan)}.", ""]
         names = columns_of(plan)

@@ -69,7 +69,8 @@ def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
     made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
     served = json.loads((ROOT / made["BESIDE"]).read_text())["served"]
-    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=served)
+    before = json.loads((ROOT / made["BEFORE"]).read_text())
+    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=served, before=before)
     assert page == (ROOT / "docs/plans.md").read_text()
     assert json.loads(json.dumps(made["renewed"](PLANS[-1]))) == PLANS[-1]
     plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
