@@ -17,10 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.stats import detectable_effect
+from oarjax.stats import detectable_effect, holm, mean_interval, paired_p_value
 from oarjax.tools.study.config import StudyConfig, load_study
-from oarjax.tools.study.page import arms_table, difference_table, primaries_table, table
-from oarjax.tools.study.results import collect, plan_so_far
+from oarjax.tools.study.page import budget_text, primaries_table, share, table
+from oarjax.tools.study.results import (
+    RunMeasures,
+    areas_at_equal_cost,
+    areas_at_equal_kl,
+    collect,
+    measured_runs,
+    plan_so_far,
+)
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
@@ -35,8 +42,17 @@ TASKS = {
 }
 """Files of records, the names of their tasks, their studies, the kind of forks, and seeds other than the study's."""
 
+Measured = dict[str, dict[int, RunMeasures]]
+SPLITS = ("GRPO 4x8", "GRPO 16x2")
+
 FORKS = ("data.train", "data.eval", "sft.data")
 """Where a study's base says which forks."""
+
+CRITERIA = """### By the criteria
+
+Points of area, paired by seed; p by Student's t, adjusted by Holm over the tasks that have confirmed by now, within an
+axis. The best split is the one whose area less its standard error is larger on the seeds that choose.
+"""
 
 VALUED = """### Are the values right?
 
@@ -60,7 +76,7 @@ def main() -> None:
 
 def tables() -> str:
     """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
-    parts = []
+    parts, measured, splits = [], dict[str, Measured](), dict[str, str]()
     for file, (task, name, forks, seeds) in TASKS.items():
         path = HERE / "data" / f"{file}.jsonl"
         if not path.exists():
@@ -72,14 +88,19 @@ def tables() -> str:
         parts.append(
             f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"
         )
-        parts += [f"{line}\n" for line in detected(choosing, len(study.seeds))]
+        results = collect(plan_so_far(study))
+        if results["budget"]["pairs"]:
+            parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
         if confirming := [record for record in records if record["value"] is None]:
             runs = len(study.seeds) * len(study.arms)
             said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
             unfinished = len(confirming) < runs
             parts.append(f"{said}; they are compared once all have.\n" if unfinished else f"{said}.\n")
-            parts += [] if unfinished else compared(study)
-    return "\n".join([*parts, VALUED, valued()])
+            if not unfinished:
+                measured[task] = runs_of(study)
+                splits[task] = best_split(results["choose"])
+                parts += compared(study, results, measured[task])
+    return "\n".join([*parts, CRITERIA, *judged(measured, splits), VALUED, valued()])
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:
@@ -89,17 +110,97 @@ def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | Non
     return load_study(HERE.parent / "configs" / f"{name}.yaml", [f"records={records}", *overrides])
 
 
-def compared(study: StudyConfig) -> list[str]:
-    """Return the primary comparisons, and tables of areas by arm and of differences to each of ``against``."""
-    results = collect(plan_so_far(study))
+def runs_of(study: StudyConfig) -> Measured:
+    """Return the measures of the runs that confirm, by arm and seed."""
+    return {name: measured_runs(runs) for name, runs in plan_so_far(study).arms.items()}
+
+
+def best_split(choose: dict[str, Any]) -> str:
+    """Return the GRPO split whose area at its rate, less its standard error, is the larger on the seeds that choose."""
+
+    def worth(arm: str) -> float:
+        runs = choose["by_seed"][arm][choose["values"].index(choose["chosen"][arm])]
+        areas = [run["area"] for run in runs.values()]
+        return float(np.mean(areas) - np.std(areas, ddof=1) / len(areas) ** 0.5)
+
+    return max(SPLITS, key=worth)
+
+
+def compared(study: StudyConfig, results: dict[str, Any], measured: Measured) -> list[str]:
+    """Return the primary comparisons, the arms, and the differences to each of ``against`` on every axis."""
     parts = ["Areas paired by seed, Student's t, adjusted by Holm over these comparisons:\n"]
     parts.append(table(primaries_table(results["primaries"])))
-    parts.append(table([row[:4] for row in arms_table(results["arms"])]))
-    for baseline, differences in results["differences"].items():
-        header, *rows = difference_table(differences)
-        columns = [at for at, title in enumerate(header) if "time" not in title]  # runs shared the machine
-        parts.append(f"Differences to {baseline}, paired by seed, in points of pass@1, not corrected:\n")
-        parts.append(table([[row[at] for at in columns] for row in (header, *rows)]))
+    rows = [["arm", "seeds", "final pass@1", "median", "area", "median", "runs that end below their start"]]
+    for name, runs in measured.items():
+        ends, areas = ([100 * getattr(run, part) for run in runs.values()] for part in ("final", "area"))
+        worse = sum(run.final < run.curve[0][1] for run in runs.values())
+        arm = results["arms"][name]
+        shares = [share(arm["final"]), f"{np.median(ends):.1f}%", share(arm["area"]), f"{np.median(areas):.1f}%"]
+        rows.append([name, str(len(runs)), *shares, str(worse)])
+    parts.append(table(rows))
+    axes = axes_of(measured)
+    for baseline in study.against:
+        rows = [["arm", *axes]]
+        rows += [
+            [name, *(text_of(gaps_of(areas, name, baseline)) for areas in axes.values())]
+            for name in measured
+            if name != baseline
+        ]
+        parts.append(f"Differences to {baseline}, paired by seed, in points of area, p not corrected:\n")
+        parts.append(table(rows))
+    return parts
+
+
+def axes_of(measured: Measured) -> dict[str, dict[str, dict[int, float]]]:
+    """Return every arm's area by seed on each axis."""
+    rollouts = {name: {seed: run.area for seed, run in runs.items()} for name, runs in measured.items()}
+    costs = {"equal FLOPs": "flops", "equal tokens": "tokens"}
+    equal = {title: areas_at_equal_cost(measured, cost) for title, cost in costs.items()}
+    return {"equal rollouts": rollouts, **equal, "equal KL": areas_at_equal_kl(measured)}
+
+
+def gaps_of(areas: dict[str, dict[int, float]], arm: str, against: str) -> np.ndarray:
+    """Return the differences of two arms by seed, in points; none where one of them was not measured."""
+    ours, theirs = areas.get(arm, {}), areas.get(against, {})
+    gaps = 100 * np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+    return gaps[np.isfinite(gaps)]
+
+
+def text_of(gaps: np.ndarray, p: float | None = None) -> str:
+    """Write a mean difference with its interval, median and p (by t, or as given); where undecided what is detected."""
+    if len(gaps) < 2:
+        return ""
+    p = paired_p_value(gaps, np.zeros(len(gaps))) if p is None else p
+    found, chance = mean_interval(gaps), "< 0.001" if p < 0.001 else f"{p:.3f}"
+    words = f"{found.mean:+.1f} ±{found.half:.1f}, median {np.median(gaps):+.1f}, p {chance}"
+    return words if p < 0.05 else f"{words}, detects {detectable_effect(float(gaps.std(ddof=1)), len(gaps)):.1f}"
+
+
+def judged(measured: dict[str, Measured], splits: dict[str, str]) -> list[str]:
+    """Return the comparisons of the criteria by axis, p adjusted by Holm over the tasks that have confirmed."""
+    signed, single = "signed values 32x1", "batch 32x1"
+    axes = {task: axes_of(runs) for task, runs in measured.items()}
+    comparisons = [
+        (signed, "the best split", splits, [*axes[next(iter(axes))]]),
+        (signed, single, dict.fromkeys(splits, single), ["equal rollouts"]),
+        (signed, "its random places", dict.fromkeys(splits, f"{signed}, random places"), ["equal rollouts"]),
+        (single, "the best split", splits, [*axes[next(iter(axes))]]),
+        (
+            single,
+            "batch with that split",
+            {t: s.replace("GRPO", "batch") for t, s in splits.items()},
+            ["equal rollouts"],
+        ),
+    ]
+    parts = []
+    for arm, title, against, names in comparisons:
+        rows = [["task", "against", *names]] + [[task, against[task]] for task in splits]
+        for name in names:
+            gaps = [gaps_of(axes[task][name], arm, against[task]) for task in splits]
+            adjusted = holm([paired_p_value(g, np.zeros(len(g))) for g in gaps])
+            for row, g, p in zip(rows[1:], gaps, adjusted):
+                row.append(text_of(g, float(p)))
+        parts += [f"{arm} less {title}:\n", table(rows)]
     return parts
 
 
@@ -136,7 +237,7 @@ def valued() -> str:
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:
-    """Return the mean area over seeds by arm and rate, seeds in brackets, and the rate that would be chosen by now."""
+    """Return mean area ± standard error by arm and rate, seeds in brackets, and the rate that is chosen by now."""
     areas, seconds = defaultdict[tuple[str, float], list[float]](list), defaultdict[str, list[float]](list)
     for record in records:
         arm = record["arm"].rpartition(", ")[0]
@@ -146,7 +247,7 @@ def areas_table(records: list[dict[str, Any]]) -> str:
     rows = [["arm", *(f"{rate:g}" for rate in rates), "best by now", "seconds of a run, median"]]
     for arm in seconds:
         cells = [areas.get((arm, rate), []) for rate in rates]
-        shown = [f"{100 * np.mean(cell):.1f}% ({len(cell)})" if cell else "" for cell in cells]
+        shown = [f"{100 * np.mean(cell):.1f}%{error_of(cell)} ({len(cell)})" if cell else "" for cell in cells]
         ran = {rate: cell for rate, cell in zip(rates, cells) if cell}
         best = best_rate(ran)
         named = f"{best:g}" + ", an edge" * (best in (min(ran), max(ran)))
@@ -154,33 +255,16 @@ def areas_table(records: list[dict[str, Any]]) -> str:
     return table(rows)
 
 
+def error_of(areas: list[float]) -> str:
+    """Write the standard error of a mean of shares, in points; nothing of a single one."""
+    return f" ±{100 * np.std(areas, ddof=1) / len(areas) ** 0.5:.1f}" if len(areas) > 1 else ""
+
+
 def best_rate(areas: dict[float, list[float]]) -> float:
     """Return the rate of the largest mean area less its standard error, on as many seeds as three rates have."""
     most = sorted(map(len, areas.values()))[-3]
     full = {rate: cell[:most] for rate, cell in areas.items() if len(cell) >= most}
     return max(full, key=lambda x: np.mean(full[x]) - (np.std(full[x], ddof=1) / most**0.5 if most > 1 else 0))
-
-
-def detected(records: list[dict[str, Any]], seeds: int) -> list[str]:
-    """Say what a difference to GRPO 4x8 the confirming seeds detect, at the arms' best rates with two seeds or more."""
-    best: dict[str, dict[int, float]] = {}
-    for arm in dict.fromkeys(record["arm"].rpartition(", ")[0] for record in records):
-        areas = defaultdict[float, dict[int, float]](dict)
-        for r in records:
-            if r["arm"].rpartition(", ")[0] == arm:
-                areas[r["value"]][r["seed"]] = r["measures"]["area"]
-        best[arm] = areas[best_rate({rate: list(by_seed.values()) for rate, by_seed in areas.items()})]
-    lines = []
-    plain = best.pop("GRPO 4x8", {})
-    for arm, areas in best.items():
-        both = sorted(set(areas) & set(plain))
-        if len(both) > 1:
-            sd = 100 * float(np.std([areas[s] - plain[s] for s in both], ddof=1))
-            lines.append(
-                f"{arm} - GRPO 4x8: SD of a pair {sd:.1f} points over {len(both)} seeds; {seeds} seeds detect "
-                f"{detectable_effect(sd, seeds):.1f} with 80% power."
-            )
-    return lines
 
 
 if __name__ == "__main__":
