@@ -4,7 +4,7 @@ python docs/make_plans.py CONFIG...            compiles the programs of these co
 python docs/make_plans.py --phases=sample,apply CONFIG...    compiles these phases alone, and keeps the others
 python docs/make_plans.py --check CONFIG...    lowers them alone, and marks phases whose programs are others by now
 python docs/make_plans.py --cycles CONFIG...   prints where an update's time goes, of programs that were compiled here
-python docs/make_plans.py --beside NAME...     compiles variants of configs that pages cite, for docs/data/plans_beside.json
+python docs/make_plans.py --beside NAME...     compiles variants that pages cite, for docs/data/plans_beside.json
 python docs/make_plans.py                      writes page and headers from the numbers that are there
 
 A CONFIG is a name such as qwen3-4b_v6e-16. The other plans stay as they are, and the page says from which commit each

@@ -302,7 +302,8 @@ def markdown(
     lines += ["", "## Until the first iteration", "", *starting_table(plans)]
     lines += ["", "## Beside public figures", "", *public_table(plans)]
     lines += [] if served is None else ["", served_line(served)]
-    lines += [] if before is None else ["", "## Beside an earlier version", "", BEFORE, "", *before_table(plans, before)]
+    if before is not None:
+        lines += ["", "## Beside an earlier version", "", BEFORE, "", *before_table(plans, before)]
     for plan in plans:
         lines += ["", f"## {plan['config']}", "", f"{title(plan)}.", ""]
         names = columns_of(plan)
