@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, NoReturn
 
 import rich
@@ -106,7 +107,7 @@ def init(
     if data is None:
         from oarjax.config.shipped import copy_shipped
 
-        typer.echo(f"wrote {(to := copy_shipped(name or 'demo', to))}; change it, then: oarjax train {to}")
+        typer.echo(f"wrote {(to := copy_shipped(name or 'demo', to))}; change it, then: oarjax train {quote(str(to))}")
     else:
         from oarjax.data.starter import write_config
 

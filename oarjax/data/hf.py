@@ -133,8 +133,16 @@ def _hub_errors(kind: str, path: str | Path, revision: str | None) -> Iterator[N
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """List the files of a checkpoint's tokenizer and generation config."""
-    return [file for file in sorted(folder.iterdir()) if any(fnmatch(file.name, pattern) for pattern in COPIED)]
+    """List the files of a checkpoint's tokenizer and generation config.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}; make it readable") from error
+    return [file for file in files if any(fnmatch(file.name, pattern) for pattern in COPIED)]
 
 
 def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:

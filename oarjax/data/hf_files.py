@@ -235,8 +235,12 @@ def open_tensors(file: Path) -> Any:
     """Open a safetensors file, checking its length against its header.
 
     Raises:
-        CheckpointError: it is truncated or not a safetensors file.
+        CheckpointError: it cannot be read, is truncated or not a safetensors file.
     """
+    try:
+        file.open("rb").close()  # safetensors calls a file that may not be read missing
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; make it readable, or fetch it") from error
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.data.tasks.arithmetic import SIZES, arithmetic_rows
+from oarjax.data.tasks.arithmetic import arithmetic_rows
 from oarjax.data.tasks.forks import forks_rows
 from oarjax.data.tasks.stories import stories_rows
 from oarjax.data.tasks.turns import calculator_rows, guess_rows
@@ -98,32 +98,17 @@ def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
         "builtin:stories": (stories_rows, config.stories.model_dump()),
         "builtin:guess": (guess_rows, {}),
         "builtin:calculator": (calculator_rows, config.arithmetic.model_dump()),
+        "builtin:arithmetic": (arithmetic_rows, config.arithmetic.model_dump()),
     }
-    if config.source in generators:
-        generate, settings = generators[config.source]
-        try:
-            rows = list(generate(config.split, rows=config.limit, **settings))
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from None
-        return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
-    if config.source != "builtin:arithmetic":
+    if config.source not in generators:
         raise DataError(
-            f"{where}.source: expected one of builtin:arithmetic, {', '.join(generators)}, got {config.source!r}; set "
-            "one of these"
+            f"{where}.source: expected one of {', '.join(generators)}, got {config.source!r}; set one of these"
         )
-    if config.split not in SIZES:
-        raise DataError(
-            f"{where}.split: builtin:arithmetic has no split {config.split!r}; set one of {', '.join(SIZES)}"
-        )
-    task = config.arithmetic
-    rows = arithmetic_rows(
-        config.split,
-        rows=config.limit or SIZES[config.split],
-        terms=task.terms,
-        highest=task.highest,
-        written=task.written,
-        seed=task.seed,
-    )
+    generate, settings = generators[config.source]
+    try:
+        rows = list(generate(config.split, rows=config.limit, **settings))
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
     return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import yaml
@@ -37,6 +38,9 @@ HELD_OUT, MOST_HELD_OUT = 0.1, 256
 FAR_LONGER = 4
 """A hundredth of the prompts, or one, does not set max_prompt where the longest is so many times the rest's."""
 
+MISSING = ("", "nan")
+"""Answers that stand for none."""
+
 SUMS = frozenset("0123456789+-")
 """Characters of a sum that does not end in =."""
 
@@ -62,7 +66,7 @@ class Written(NamedTuple):
         if not self.policy.startswith("builtin:") and not Path(self.policy).expanduser().exists():
             lines.append(f"{self.policy} is downloaded at the first start, which needs the extra hub")
         lines += self.notes
-        lines.append(f"change it, then: oarjax train {self.config}")
+        lines.append(f"change it, then: oarjax train {quote(str(self.config))}")
         return (
             f"wrote {self.config} for {self.policy}, {self.train} ({train} rows) and {self.eval} ({held_out} held "
             f"out); prompts are in {prompt}, answers in {answer}\n" + "\n".join(lines)
@@ -127,7 +131,7 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
             raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
     notes = (*_unusual(problems, longer, cfg.data.max_prompt), *_beyond(cfg.sft, problems))
     if cfg.sft is not None:
-        overrides = f"policy.path={cfg.run_dir}/start sft=null"
+        overrides = f"{quote(f'policy.path={cfg.run_dir}/start')} sft=null"
         notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {overrides}",)
     return Written(target, parts[0], parts[1], (len(train), len(held_out)), pair, policy, notes)
 
@@ -139,7 +143,7 @@ def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Itera
             f"a few prompts are far longer than the rest: those over {max_prompt} tokens are left out; "
             f"data.max_prompt={longer} takes them all"
         )
-    missing = sum(p.answer.strip().lower() in ("", "nan") for p in problems)
+    missing = sum(p.answer.strip().lower() in MISSING for p in problems)
     if missing:
         yield f"{missing} of {len(problems)} answers are blank or NaN, so no completion is right: remove these rows"
 
@@ -162,7 +166,7 @@ def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]
             "sft.data.arithmetic.terms to yours, or give sft.data solutions of yours where they differ"
         )
     within = {str(number) for number in range(highest + 1)}
-    outside = sum(p.reference.strip() not in within for p in problems)
+    outside = sum(p.reference.strip() not in within for p in problems if p.answer.strip().lower() not in MISSING)
     if outside:
         yield (
             f"{outside} of {len(problems)} answers are not numbers from 0 to {highest}, all that the warm start shows: "

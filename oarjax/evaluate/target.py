@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ def find_target(text: str) -> Target:
         ConfigError: a run without a policy yet, a checkpoint that cannot be trusted, or a folder that is none of these.
     """
     path = Path(text).expanduser()
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{text}: you may not read this folder; make it readable")
     if (path / "config.yaml").is_file():
         refuse_special(path)
         cfg = saved_config(path)
@@ -123,7 +126,8 @@ def _newest(folder: Path) -> Path:
         if misplaced(at, run_id(folder)) is None and damage(at) is None:
             return at
     raise ConfigError(
-        f"{folder}: this run has neither an export nor a checkpoint that is intact; continue its training"
+        f"{folder}: this run has neither an export nor a checkpoint that is intact; wait for its first checkpoint, or "
+        "continue its training"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -36,7 +37,7 @@ from oarjax.storage.durable import (
     storage_errors,
     write_durably,
 )
-from oarjax.storage.folder import claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
+from oarjax.storage.folder import ID, claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
 from oarjax.system.background import Background
@@ -59,6 +60,8 @@ def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend
     console = make_console()
     cfg = load_config(config, list(overrides))
     folder = _folder(cfg.run_dir)
+    if not any(override.startswith("run_dir=") for override in overrides):
+        _refuse_moved(config, folder)
     with Stop() as stop, _put_aside(cfg, folder, console) if restart else nullcontext():
         if not restart:
             refuse_special(folder)
@@ -66,6 +69,18 @@ def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend
         progress = partial(has_progress, folder)
         with peers_watched(progress), resumes(progress):
             train_once(cfg, console, stop, extend=extend)
+
+
+def _refuse_moved(config: Path, folder: Path) -> None:
+    """Refuse the config of a run that was moved: training would begin anew where the run was."""
+    home = config.expanduser().absolute().parent
+    if config.name != "config.yaml" or not (home / ID).is_file() or home.resolve() == folder.resolve():
+        return
+    if not has_progress(folder):
+        raise ConfigError(
+            f"run_dir: {config} is of the run in {home}, and its run_dir is {folder}, where there is none; pass "
+            f"run_dir={quote(str(home))} to go on with it, or another run_dir=... to start one"
+        )
 
 
 @contextmanager

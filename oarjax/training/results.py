@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from oarjax.report.command import compare_command, write_facts, write_report
 from oarjax.report.curves import curves
@@ -37,7 +38,7 @@ def show_results(run: Run, folder: Path, before: Evaluation | None, trained: Tra
     facts = best_checkpoint(folder, cfg.checkpoint.best)
     for name in facts.values():
         checkpoint = folder / name
-        command = f"oarjax export {str(checkpoint).split(' (')[0]} FOLDER"
+        command = f"oarjax export {quote(str(checkpoint).split(' (')[0])} FOLDER"
         console.print(f"best    {checkpoint}; as a policy: {command}", markup=False, soft_wrap=True)
     if not cfg.report.html:
         return

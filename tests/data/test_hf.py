@@ -12,7 +12,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from oarjax.data import hf
-from oarjax.data.hf import CheckpointError, export, load_params, read_config, read_fields, write_random_checkpoint
+from oarjax.data.hf import (
+    CheckpointError,
+    export,
+    load_params,
+    read_config,
+    read_fields,
+    tokenizer_files,
+    write_random_checkpoint,
+)
+from oarjax.data.hf_files import open_tensors
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
 from oarjax.models.qwen_config import UnsupportedModel
 
@@ -277,3 +286,15 @@ def test_what_a_killed_export_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     hf.remove_half_written(tmp_path / "export")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(others)
+
+
+def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: Permission denied; make it readable"):
+        open_tensors(tmp_path / "model.safetensors")
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; make it readable"):
+        tokenizer_files(tmp_path)

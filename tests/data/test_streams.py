@@ -274,9 +274,11 @@ def test_builtin_source():
     assert all(p.prompt.endswith("=") and p.reference.isdigit() for p in problems)
     longer = load("builtin:arithmetic", split="eval", limit=3, arithmetic={"terms": 9})
     assert min(len(p.prompt) for p in longer) > max(len(p.prompt) for p in problems)
-    with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; set one of train, eval, sft"):
+    with pytest.raises(DataError, match=r"data.train: .* no split 'test'; set one of train, eval, sft"):
         load("builtin:arithmetic", split="test")
-    with pytest.raises(DataError, match=r"one of builtin:arithmetic, .*, builtin:calculator, got 'builtin:chess'; set"):
+    with pytest.raises(DataError, match=r"data.train: .* fewer than 800 problems of 2 numbers .*, or lower limit"):
+        load("builtin:arithmetic", split="eval", limit=800, arithmetic={"terms": 2, "highest": 9})
+    with pytest.raises(DataError, match=r"one of builtin:forks, .*, builtin:arithmetic, got 'builtin:chess'; set"):
         load("builtin:chess")
 
 

@@ -111,6 +111,15 @@ def timeless(folder):
     ]
 
 
+def test_the_config_of_a_moved_run_does_not_begin_it_anew(tmp_path, data):
+    demo, moved = data.parent.parent / "configs/demo.yaml", tmp_path / "moved"
+    run_folder.claim(tmp_path / "here", load_config(demo, [f"run_dir={tmp_path / 'here'}"]))
+    (tmp_path / "here").rename(moved)
+    with pytest.raises(ConfigError, match=f"pass run_dir={moved} to go on with it"):
+        command.run(moved / "config.yaml", ["iterations=8"])
+    assert not (tmp_path / "here").exists()
+
+
 def test_another_config_does_not_touch_a_run(tmp_path, data):
     demo = data.parent.parent / "configs/demo.yaml"
     cfg = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25"])

@@ -37,9 +37,9 @@ SIZES = {"train": 20_000, "eval": 500, "sft": 20_000}
 
 
 def arithmetic_rows(
-    split: str, *, rows: int, terms: int, highest: int, written: float, seed: int
+    split: str, *, rows: int | None, terms: int, highest: int, written: float, seed: int
 ) -> Iterator[dict[str, str]]:
-    """Generate ``rows`` distinct problems of a split, as ``question`` and ``answer`` fields.
+    """Generate ``rows`` distinct problems of a split, by default its size, as ``question`` and ``answer`` fields.
 
     ``terms`` numbers are chained by + and -; every running total lies in 0..``highest`` and is drawn uniformly, so the
     question gives no hint to the last total. In the sft split the answer is the completion to imitate: written out
@@ -54,14 +54,15 @@ def arithmetic_rows(
         raise ValueError(f"builtin:arithmetic has no split {split!r}; set one of {', '.join(SIZES)}")
     draw = random.Random(f"{split}/{seed}/{terms}/{highest}")
     questions: set[str] = set()
-    for _ in range(rows):
+    size = rows or SIZES[split]
+    for _ in range(size):
         for _ in range(10_000):
             question, steps, answer = arithmetic_problem(draw, terms=terms, highest=highest)
             if question not in questions and split_of(question) == split:
                 break
         else:
             raise ValueError(
-                f"builtin:arithmetic has fewer than {rows} problems of {terms} numbers up to {highest} for {split} "
+                f"builtin:arithmetic has fewer than {size} problems of {terms} numbers up to {highest} for {split} "
                 f"(found {len(questions)}); raise terms or highest, or lower limit"
             )
         questions.add(question)
