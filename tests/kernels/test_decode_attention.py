@@ -161,30 +161,33 @@ from oarjax.types import DecodeCache, Window
 
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 keys = jax.random.split(jax.random.key(0), 7)
-def store(a, b, rows, slots, length, window=None):
-    k, v = jax.random.normal(a, (2, 2, rows, 64, slots)), jax.random.normal(b, (2, 2, rows, slots, 64))
+def store(dtype, a, b, rows, slots, length, window=None):
+    shapes = (2, 2, rows, 64, slots), (2, 2, rows, slots, 64)
+    k, v = (jax.random.normal(key, shape, dtype) for key, shape in zip((a, b), shapes))
     start = jnp.arange(rows)[:, None] * 7
-    arrays = {"k": k, "v": v} if window is None else decode_cache.rounded(k, v)  # one is float32, the other int8
+    arrays = {"k": k, "v": v} if window is None else decode_cache.rounded(k, v)  # one as it is, the other int8
     return DecodeCache(**arrays, valid=jnp.arange(slots) >= start, length=jnp.int32(length), window=window)
-stores = [store(*keys[:2], 8, 128, 128), store(*keys[2:4], 32, 256, 200, Window(4, 4, 220))]
-q, k, v = (jax.random.normal(key, (16, 1, n, 64)) for key, n in zip(keys[4:], (4, 2, 2)))
 alive, n = jnp.arange(16)[:, None] % 5 > 0, jnp.int32(1)
-stored = [decode_cache.layer(s, n) for s in stores]
-want = segment_mixer([decode_cache.written(s)[:, None] for s in stores], alive)(stored, q, k, v)
-got = jax.jit(lambda *x: kernel_mixer(stores, alive, mesh)([n, n], *x))(q, k, v)
+for dtype, bound in ((jnp.bfloat16, 2**-8), (jnp.float32, 2e-6)):
+    stores = [store(dtype, *keys[:2], 8, 128, 128), store(dtype, *keys[2:4], 32, 256, 200, Window(4, 4, 220))]
+    q, k, v = (jax.random.normal(key, (16, 1, n, 64), dtype) for key, n in zip(keys[4:], (4, 2, 2)))
+    stored = [decode_cache.layer(s, n) for s in stores]
+    want = segment_mixer([decode_cache.written(s)[:, None] for s in stores], alive)(stored, q, k, v)
+    got = jax.jit(lambda *x: kernel_mixer(stores, alive, mesh)([n, n], *x))(q, k, v)
+    print(float(jnp.abs(want - got)[alive[:, 0]].max()) < bound, len(got.sharding.device_set))
 try:
-    kernel_mixer([store(*keys[2:4], 32, 256, 200, Window(1, 8, 220))], alive[:8], mesh)
+    kernel_mixer([store(dtype, *keys[2:4], 32, 256, 200, Window(1, 8, 220))], alive[:8], mesh)
 except ValueError as error:
     print(error)
-print(float(jnp.abs(want - got)[alive[:, 0]].max()) < 2e-6, len(got.sharding.device_set))
 """
 
 
 @pytest.mark.slow
 def test_rows_and_heads_over_eight_devices():
-    refused, *same = on_eight_devices(SHARDED).splitlines()
+    """Bfloat16 was 2^-9 from plain, a unit in the last place of its largest results, and 0 from one device's kernel."""
+    *same, refused = on_eight_devices(SHARDED).splitlines()
     assert refused.startswith("decode: kernel runs on the rows of each of 4 devices, got 8 of 32 rows; use numbers")
-    assert same == ["True 8"]
+    assert same == ["True 8"] * 2
 
 
 @pytest.mark.slow
@@ -193,6 +196,8 @@ def test_rows_and_heads_over_eight_devices():
     [
         ("v5e:1x1", 1, 7, 128, "bfloat16", "kernel", False),
         ("v6e:1x1", 2, 4, 64, "bfloat16", "kernel", True),
+        ("v6e:1x1", 2, 4, 64, "bfloat16", "kernel", False),
+        ("v5p:2x2x1", 2, 8, 256, "bfloat16", "kernel", False),
         ("v5e:1x1", 2, 7, 128, "bfloat16", "kernel", True),
         ("v5e:1x1", 2, 7, 128, "bfloat16", "plain", True),
         ("v5p:2x2x1", 2, 8, 256, "float32", "kernel", False),

@@ -261,14 +261,15 @@ def results(policy, params, names):
     }
     return {name: jax.jit(programs[name])(params) for name in names}
 
-def compare(shape, *names):
+def compare(shape, *names, dtype="float32"):
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
                          devices=jax.devices()[: np.prod(list(shape.values()))])
     rules = {name: axis if axis in shape and name != "kv_heads" else None for name, axis in RULES.items()}
     specs = param_specs(logical_axes(model), rules=rules)
     laid = jax.tree.map(lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)), specs, params,
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
-    found = results(make_policy(model, remat="attention", attention="splash", mesh=mesh), laid, names)
+    policy = make_policy(model, remat="attention", attention="splash", mesh=mesh, compute_dtype=dtype)
+    found = results(policy, laid, names)
     errors = {name: largest_error(flat(expected[name]), flat(tree)) for name, tree in found.items()}
     print(json.dumps(errors), flush=True)
 
@@ -280,17 +281,21 @@ everything = ("gradients", "linearised", "noisy", "prefill")
 expected = results(make_policy(model, remat="full"), params, everything)
 compare({"data": 1}, *everything)
 compare({"data": 1, "fsdp": 2, "tensor": 4}, "gradients", "linearised")
+compare({"data": 1, "fsdp": 2, "tensor": 4}, "gradients", "linearised", dtype="bfloat16")
 """
 
 
 @pytest.mark.slow
 def test_programs_of_a_policy_equal_those_with_plain_attention():
-    """Log-probs, gradients, prefill and OAR-G, on one device and on 2 x 4 where key heads are fewer than "tensor"."""
+    """Log-probs, gradients, prefill and OAR-G, on one device and on 2 x 4 where key heads are fewer than "tensor".
+
+    In bfloat16 on 2 x 4 measured .023 (gradients) and .015 from float32; plain attention on one device .026 and .010.
+    """
     found = json_lines(PROGRAM, devices=8, quick=True, timeout=1200)
-    assert len(found) == 2
-    for errors in found:
+    assert len(found) == 3
+    for errors, bound in zip(found, (1e-5, 1e-5, 0.05)):
         print(errors)
-        assert max(errors.values()) < 1e-5, errors
+        assert max(errors.values()) < bound, errors
 
 
 @pytest.mark.parametrize("width", [64, 128])

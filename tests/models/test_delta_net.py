@@ -215,12 +215,13 @@ def test_the_kernel_with_rows_over_eight_devices():
 
 
 @pytest.mark.slow
-def test_a_step_on_a_tpu_moves_no_states_and_no_weights(monkeypatch):
+@pytest.mark.parametrize("name", ["v5e:1x1", "v5p:2x2x1"])
+def test_a_step_on_a_tpu_moves_no_states_and_no_weights(name, monkeypatch):
     """In the compiled loop states are in the kernel's hands alone, and no block's weights leave their stack."""
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     try:
-        devices = slice_devices(find_slice("v5p:2x2x1"))[:1]
+        devices = slice_devices(find_slice(name))[:1]
     except TopologyError:
         pytest.skip("libtpu is not installed (extra aot)")
     mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))

@@ -11,7 +11,7 @@ PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
-from oarjax.step.minibatches import MinibatchPlan, Piece
+from oarjax.step.minibatches import Bucket, MinibatchPlan, Piece
 from oarjax.run.layout import check_layouts, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy
 from oarjax.step.state import new_state
@@ -31,6 +31,8 @@ prompts = tiny.prompts(8)
 one = optax.sgd(1000.0)  # what an update subtracts is the gradient, and large beside the rounding of the params
 
 def outcome(shape, rollout_tensor):
+    pairs = Bucket(prompts.tokens.shape[1], 10, 2)  # both rows of a group compute their prompt once
+    bucket = pairs if shape[0] > 1 else None
     axes = dict(zip(("slice", "data", "fsdp", "tensor"), shape))
     mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(shape))])
     layout, found = training_layout(tiny.config().lora, model, mesh, one), {}
@@ -57,7 +59,8 @@ def outcome(shape, rollout_tensor):
             a = np.random.default_rng(7).normal(size=16).astype(np.float32)
             graded = place(plan.split(GradedRows(a, rollout.completion))[0])
             mask = graded.completion
-        scores = steps.score(params, None, sampled, jax.random.key(5), np.int32(0), used, probe="answer_mean")
+        scores = steps.score(params, None, sampled, jax.random.key(5), np.int32(0), used, probe="answer_mean",
+                             bucket=bucket)
         pieces = scores.importance.sharding.devices_indices_map(scores.importance.shape).values()
         assert len({str(piece) for piece in pieces}) == np.prod(shape[:3])
         found[f"importance/{method}"] = scores.importance
@@ -68,10 +71,15 @@ def outcome(shape, rollout_tensor):
     batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
     state = new_state(params, one, layout, seed=0, lora=cfg.lora)
-    pieces = (Piece(None, np.int32(0), used),)
+    pieces = (Piece(bucket, np.int32(0), used),)
     keys = jax.random.key(5), jax.random.key(6)
     fused = steps.fused(state, sampled, graded, pieces, keys, probe="answer_mean")
     found |= {"importance/fused": fused.importance, "gradients/fused": fused.sums.grads}
+    if shape[1] == 1:
+        policy = bind_policy(cfg.policy.model_copy(update={"compute_dtype": "bfloat16"}), model, mesh, adapter_scale=1)
+        rounded = make_steps(policy, one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)
+        fused = rounded.fused(state, sampled, graded, (Piece(pairs, np.int32(0), used),), keys, probe="answer_mean")
+        found |= {"importance/bfloat16": fused.importance, "gradients/bfloat16": fused.sums.grads}
     denominator = steps.denominator(jnp.asarray(rollout.completion))
     moved, metrics = steps.updates.update(state, batch, pieces, denominator)
     found["gradients"] = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, moved.params)
@@ -86,25 +94,30 @@ def error(tree, other):
 tokens, plain = outcome((1, 1, 1, 1), None)
 for shape, rollout_tensor in json.loads(sys.argv[1]):
     drawn, sharded = outcome(shape, rollout_tensor)
-    errors = {name: error(tree, sharded[name]) for name, tree in plain.items()}
+    errors = {name: error(plain[name], tree) for name, tree in sharded.items()}
     same = all(np.array_equal(x, y) for x, y in zip(tokens, drawn))
     print(json.dumps({"mesh": shape, "rollout.tensor": rollout_tensor, "same_tokens": same, **errors}), flush=True)
 """
 MESHES = [  # (slice, data, fsdp, tensor), rollout.tensor
-    ((1, 1, 1, 8), None),
+    ((1, 2, 1, 4), None),
     ((2, 1, 2, 2), 8),
 ]
 
 
 @pytest.mark.slow
 def test_programs_on_eight_devices_and_on_one():
-    """Losses, gradients and importance within 1e-5 of the largest; tokens of four seeds identical."""
+    """Losses, gradients and importance within 1e-5 of the largest; tokens of four seeds identical.
+
+    On the second mesh the rows of a group share their prompt, on one device they do not. In one pass in bfloat16 they
+    do on both: there measured 7e-8 and 4e-4 apart, and .05 and .08 from float32.
+    """
     found = json_lines(PROGRAM, json.dumps(MESHES), devices=8, quick=True, timeout=2400)
-    assert len(found) == len(MESHES)
+    assert [len(line) for line in found] == [12, 14]
+    bounds = {"importance/bfloat16": 5e-3, "gradients/bfloat16": 8e-3}
+    # The gate stretches a row's scores, and their rounding with them.
+    bounds |= dict.fromkeys(("weights/oar_p", "weights/oar_g", "gradients/fused"), 1e-4)
     for line in found:
         print(line)
         assert line["same_tokens"], line
-        for name in ("loss", "logps", "gradients", "importance/oar_p", "importance/oar_g", "importance/fused"):
-            assert line[name] < 1e-5, line
-        for name in ("weights/oar_p", "weights/oar_g", "gradients/fused"):
-            assert line[name] < 1e-4, line  # the gate stretches a row's scores, and their rounding with them
+        for name in line.keys() - {"mesh", "rollout.tensor", "same_tokens"}:
+            assert line[name] < bounds.get(name, 1e-5), line

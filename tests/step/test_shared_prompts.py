@@ -67,6 +67,7 @@ CASES = {
         "loss__kl_beta": 0.1,
         "loss__level": "sequence",
         "credit__method": "permuted",
+        "credit__permuted_of": "oar_f",
         "update__epochs": 2,
         "update__minibatches": 2,
         "update__microbatch": 2,
@@ -87,9 +88,9 @@ def test_an_iteration_is_the_plain_one_in_float64(name):
 
 @pytest.mark.slow
 def test_an_iteration_with_adapters_is_the_plain_one():
-    """In float32: sums over a group's rows are taken in another order."""
-    changes = {"loss__kl_beta": 0.1, "lora__rank": 2}
-    check(jnp.float32, changes, 2, change=1e-5, weights=0, metric=1e-6)
+    """In float32: sums over a group's rows are taken in another order. GRAIL's weights spread by 1."""
+    changes = {"loss__kl_beta": 0.1, "lora__rank": 2, "credit__method": "grail"}
+    check(jnp.float32, changes, 2, change=1e-5, weights=1e-5, metric=1e-6)
 
 
 # Log-probs and gradients ---------------------------------------------------------------------------------------------
@@ -160,29 +161,39 @@ import tiny
 
 params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
 tokens, valid = ragged(4, 4, tiny.VOCAB)
-wanted, plain = logps_and_gradient(make_policy(tiny.model()), params, tokens, valid)
-for axes in (dict(data=2, fsdp=4, tensor=1), dict(data=1, fsdp=4, tensor=2)):
+def policy_of(dtype, share, mesh=None):
+    return grouped(make_policy(tiny.model(), compute_dtype=dtype, mesh=mesh), share)
+
+one_device = {dtype: logps_and_gradient(policy_of(dtype, share), params, tokens, valid)
+              for dtype, share in (("float32", 1), ("bfloat16", 2))}
+wide, tall = dict(data=2, fsdp=4, tensor=1), dict(data=1, fsdp=4, tensor=2)
+cases = (wide, 1, "float32"), (wide, 2, "float32"), (tall, 2, "float32"), (tall, 2, "bfloat16")
+for axes, share, dtype in cases:
     mesh = make_mesh(slice=1, **axes)
-    policy = make_policy(tiny.model(), mesh=mesh)
     rows = jax.device_put((tokens, valid), NamedSharding(mesh, batch_spec()))
     here = jax.device_put(params, param_shardings(tiny.model(), mesh))
-    for share in (1, 2):
-        found, ours = logps_and_gradient(grouped(policy, share), here, *rows)
-        apart = optax.tree.norm(jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), ours, plain))
-        print(json.dumps({**axes, "share": share, "logps": float(np.abs(found - wanted).max()),
-                          "gradient": float(apart / optax.tree.norm(plain))}))
+    found, ours = logps_and_gradient(policy_of(dtype, share, mesh), here, *rows)
+    wanted, plain = one_device[dtype]
+    apart = optax.tree.norm(jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), ours, plain))
+    print(json.dumps({**axes, "share": share, "dtype": dtype, "logps": float(np.abs(found - wanted).max()),
+                      "gradient": float(apart / optax.tree.norm(plain))}), flush=True)
 """
 
 
 @pytest.mark.slow
 def test_eight_devices():
-    """On the plain path too, as the measure of what sharding alone changes."""
+    """On the plain path too, as the measure of what sharding alone changes.
+
+    Bfloat16 against one device that shares prompts as well: within a tenth of its rounding, which moves both by .12
+    nats and .056 of the gradient from float32. Measured 1e-6 nats and 7e-8.
+    """
     found = json_lines(PROGRAM, devices=8, quick=True, timeout=600)
     assert len(found) == 4
     for line in found:
         print(line)
-        assert line["logps"] < 1e-5, line
-        assert line["gradient"] < 1e-5, line
+        rounded = line["dtype"] == "bfloat16"
+        assert line["logps"] < (0.012 if rounded else 1e-5), line
+        assert line["gradient"] < (0.0056 if rounded else 1e-5), line
 
 
 # Layout of the rows --------------------------------------------------------------------------------------------------
