@@ -1,4 +1,4 @@
-"""Signed values against their definitions: brute force, finite differences, and Q by enumeration."""
+"""Signed values against their definitions: brute force and finite differences. Q: test_values_and_returns.py."""
 
 import itertools
 from dataclasses import replace
@@ -183,35 +183,6 @@ def test_of_the_whole_vocabulary_it_is_the_exact_policy_gradient():
         )(logits)
         exact = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * q))(logits)
         np.testing.assert_allclose(-ours, exact, rtol=1e-12)
-
-
-@pytest.mark.parametrize("later", [0, 1])
-def test_v_is_q_where_nothing_follows_and_only_there(setting, later):
-    """Q by enumeration: of ``later`` tokens that are drawn after the place, and then the cue, the answer and its end.
-
-    With none v(a) = Q(a). With one, v keeps the token that was drawn, and Q is its mean over all tokens there.
-    """
-    policy, params, probed, at = setting
-    row, place = 2, 6 - later  # the reasoning's last token, or the one before it
-    drawn = int(probed.tokens[row, probed.tokens.shape[1] - probed.completion.shape[1] + place])
-    prompt = probed.tokens.shape[1] - probed.completion.shape[1]
-    gaps = []
-    for token in (drawn, 9, 17):
-        changed = replace(probed, tokens=probed.tokens.at[row, prompt + place].set(token))
-        v = brute_force(policy, params, changed, at, row, place, token)
-        if not later:
-            logps = log_probs(policy, params, changed.tokens[row : row + 1], changed.valid[row : row + 1])[0]
-            ends = np.flatnonzero(at.outcome[row])
-            q = float(np.exp(sum(logps[prompt + p - 1, changed.tokens[row, prompt + p]] for p in ends)))
-        else:
-            logps = log_probs(policy, params, changed.tokens[row : row + 1], changed.valid[row : row + 1])[0]
-            chance = np.exp(logps[prompt + place])
-            q = sum(
-                float(chance[y]) * brute_force(policy, params, changed, at, row, place + 1, y)
-                for y in range(tiny.VOCAB)
-            )
-        gaps.append(abs(v - q) / q)
-    assert (max(gaps) < 1e-5) if not later else (max(gaps) > 1e-3)
 
 
 CFG = {

@@ -2,9 +2,9 @@
 
 A finder's importance, or the policy's entropy, chooses places. There the likeliest tokens stand in turn, everything
 else as it was drawn, and the policy says how probable the reference answer is then: v(a), teacher-forced. That is a
-direct effect and not Q(a): text that was drawn after the original token stays, so v favours that token wherever later
-text restates or depends on it; and a token that ends a completion is valued as if the text went on. Other tokens get a
-share of the row's advantage.
+direct effect and not Q(a): text that was drawn after the original token stays, and pulls the values of other tokens to
+that token's wherever it restates or depends on it; and a token that ends a completion is valued as if the text went on.
+Other tokens get a share of the row's advantage.
 """
 
 from __future__ import annotations
