@@ -202,9 +202,11 @@ def world(**more):
 
 
 def test_an_iteration_moves_what_is_listed_and_shares_the_rest():
-    cfg = tiny.config(**CFG, credit__signed_values={"places": 1, "candidates": 3, "share": 0.25})
+    """Of 16 prompts, a completion each."""
+    singles = {"rollout__prompts": 16, "rollout__group_size": 1}
+    cfg = tiny.config(**CFG, **singles, credit__signed_values={"places": 1, "candidates": 3, "share": 0.25})
     _, steps, state = tiny.build(cfg)
-    _, done = iterate(state, state.params, 1, steps=steps, host=world(), cfg=cfg)
+    _, done = iterate(state, state.params, 1, steps=steps, host=world(batches=[tiny.prompts(16)]), cfg=cfg)
     assert np.isfinite(done.metrics["grad_norm"])
     assert done.metrics["auxiliary"] != 0
     inside = done.rollout.completion

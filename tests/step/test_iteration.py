@@ -1,4 +1,5 @@
 import dataclasses
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import tiny
 
 from oarjax.config.loading import parse_config
 from oarjax.config.outputs import EvalConfig
+from oarjax.credit.registry import METHODS
+from oarjax.credit.resolved import resolve_method
 from oarjax.errors import ConfigError
 from oarjax.rollout.sampler import rollout_key
 from oarjax.step.history import RewardHistory
@@ -205,6 +208,18 @@ def test_groups_of_one_are_refused_where_groups_are_compared():
         parse_config(tiny.config().model_dump() | {"rollout": {"prompts": 16, "group_size": 1}})
     with pytest.raises(ConfigError, match=r"rollout\.group_size: credit\.method ktae compares the rows"):
         tiny.build(tiny.config(**SINGLES, credit__method="ktae"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_groups_of_one_or_is_refused_by_name(method):
+    """Iterations of one method of each kind: above, in tests/credit/test_field.py and test_signed_values.py."""
+    needs = {"credit__answer": {"source": "reference"}, "update__skip_zero_variance": False}
+    changes = needs if method == "signed_values" else {}
+    credit = resolve_method(tiny.config(**SINGLES, credit__method=method, **changes).credit)
+    compares = method in ("crpo", "gtpo", "ktae", "shear", "token_baseline")
+    message = rf"rollout\.group_size: credit\.method {method} compares the rows of a group and needs at least 2, got 1"
+    with pytest.raises(ConfigError, match=message) if compares else nullcontext():
+        credit.check_groups(1)
 
 
 def test_epochs_and_minibatches_each_update():
