@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oarjax.config.changes import changed
 from oarjax.credit.gate import gate, normalise, oar_weights, preserve_mass, reshape
+from oarjax.credit.settings import CreditSettings
 from oarjax.rl.masked import masked_sum
 
 # expm1 of these gives scores whose log1p is 0, 1, 2, 3, 4: h = 0, .25, .5, .75, 1
@@ -55,6 +57,12 @@ def test_boost_alone_and_suppress_alone_hand_worked():
     np.testing.assert_allclose(kept[0, :5], boosted[0, :5] * 5 / 8.5, rtol=1e-5)
     kept = oar_weights(SCORES, ROW, levels="suppress", **args)
     np.testing.assert_allclose(kept[0, :5], suppressed[0, :5] * 5 / 3.725, rtol=1e-5)
+
+
+def test_the_preset_hard_mutes_below_a_half_and_boosts_nothing():
+    # h / .5 below the level and 1 from it on; free: the row's mean falls to .7. Outside the reasoning: 1
+    settings = changed(CreditSettings(), {"gate": "hard"}).gate
+    np.testing.assert_allclose(oar_weights(SCORES, ROW, **vars(settings)), [[0, 0.5, 1, 1, 1, 1]], atol=1e-6)
 
 
 def test_a_threshold_of_one_stays_finite_when_compiled():
