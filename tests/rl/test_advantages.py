@@ -1,6 +1,7 @@
 """Advantages of a group and the penalty of long completions: hand-worked cases and invariances."""
 
 import itertools
+import json
 from functools import partial
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from oarjax.rl.advantages import (
     PastRewards,
     batch_advantages,
     group_advantages,
+    leave_one_out_advantages,
     overlong_penalty,
     problem_advantages,
     zero_variance_groups,
@@ -116,28 +118,55 @@ def test_an_older_baseline_is_unbiased_by_enumeration():
     assert total == pytest.approx(p * (1 - p), rel=1e-5)
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.875])
-def test_the_history_is_the_value_tracker_of_spo(discount):
-    """alpha and beta count successes and failures, both times the discount before each reward (its eq. 7)."""
-    draw, history, alpha, beta = np.random.default_rng(0), RewardHistory(discount=discount), np.zeros(3), np.zeros(3)
-    for _ in range(20):
-        problem = draw.integers(0, 3)
-        reward = float(draw.random() < 0.4)
-        history.add(np.array([problem]), np.array([reward], np.float32))
-        alpha[problem], beta[problem] = discount * alpha[problem] + reward, discount * beta[problem] + 1 - reward
-    np.testing.assert_allclose(history.of(np.arange(3)).mean, alpha / (alpha + beta), rtol=1e-6)
+@pytest.fixture
+def published(data):
+    """Load what published code gives: verl's two REINFORCE++, and the tracker of SPO with a constant discount.
 
-
-def test_a_batch_of_rows_of_one_length_is_reinforce_plus_plus():
-    """verl whitens the rewards of all N tokens by their variance over N - 1, so rows of equal length as ours do.
-
-    Ours counts rows: with ddof 0 its variance is short by (N - 1) / N.
+    verl's functions ran on a row's reward at its last token, with gamma 1. Of SPO's trainer the lines that hold alpha,
+    beta and the advantages ran by themselves. Not in ``advantage.method: problem``: its prior from samples of the start
+    policy (a history can be restored to one), its discount by the KL since a problem's last visit, its sampling of
+    prompts by sqrt(p (1 - p)), and the mean that its normalisation subtracts.
     """
-    rewards, tokens = np.array([0.0, 1.0, 1.0, 0.0, 1.0]), 7
-    every = np.repeat(rewards, tokens)
-    whitened = (rewards - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8)
-    ours = np.asarray(batch_advantages(jnp.array(rewards), ddof=0, eps=0.0))
-    np.testing.assert_allclose(ours * np.sqrt(1 - 1 / len(every)), whitened, rtol=1e-6)
+    return json.loads((data / "advantages" / "verl.json").read_text())
+
+
+@pytest.mark.parametrize("rows", ["level", "ragged"])
+def test_a_batch_is_reinforce_plus_plus_that_counts_a_row_once_per_token(published, rows):
+    case = published["reinforce_plus_plus"][rows]
+    lengths, rewards = np.array(case["lengths"]), np.array(case["rewards"], np.float32)
+    first = np.cumsum(lengths) - lengths
+    by_token = batch_advantages(jnp.repeat(jnp.array(rewards), lengths), eps=0.0)
+    np.testing.assert_allclose(by_token[first], case["whitened"], rtol=1e-5)
+    by_row = np.asarray(batch_advantages(jnp.array(rewards), ddof=0, eps=0.0)) * np.sqrt(1 - 1 / lengths.sum())
+    assert np.allclose(by_row, case["whitened"], rtol=1e-5) == (rows == "level")
+
+
+@pytest.mark.parametrize("rows", ["level", "ragged"])
+def test_rloo_over_the_batchs_std_is_reinforce_plus_plus_baseline(published, rows):
+    """G / (G - 1) of the mean of the others cancels. Again verl counts tokens, so ragged rows differ."""
+    case = published["reinforce_plus_plus"][rows]
+    lengths, rewards = np.array(case["lengths"]), jnp.array(case["rewards"])
+    first = np.cumsum(lengths) - lengths
+    others = leave_one_out_advantages(rewards, group_size=case["group_size"])
+    by_token = batch_advantages(jnp.repeat(others, lengths), eps=0.0)
+    np.testing.assert_allclose(by_token[first], case["baseline"], rtol=1e-5)
+    ours = leave_one_out_advantages(rewards, group_size=case["group_size"], scale="batch", ddof=0, eps=0.0)
+    by_row = np.asarray(ours) * np.sqrt(1 - 1 / lengths.sum())
+    assert np.allclose(by_row, case["baseline"], rtol=1e-5) == (rows == "level")
+
+
+def test_a_problems_past_is_the_tracker_of_spo_from_its_prior_on(published):
+    spo = published["spo"]
+    history = RewardHistory(discount=spo["discount"])
+    history.restore({problem: [a + b, a / (a + b), 0] for problem, (a, b) in spo["prior"].items()})
+    for step in spo["iterations"]:
+        problems, rewards = np.array(step["problems"]), np.array(step["rewards"], np.float32)
+        known = history.of(problems)
+        np.testing.assert_allclose(known.mean, step["baselines"], rtol=1e-6)
+        ours = np.asarray(problem_advantages(jnp.array(rewards), known, scale="none"))
+        centred = (ours - ours.mean()) / ours.std(ddof=1)
+        np.testing.assert_allclose(centred, step["normalised"], rtol=1e-5)
+        history.add(problems, rewards)
 
 
 def test_eps_is_added_to_the_std():
