@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -89,9 +91,12 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
 
 def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
     """Return a header and a row of measures per arm."""
-    rows = [["arm", "seeds", "final pass@1", "area", "entropy", "ESS", "s/iteration", "completions"]]
+    rows = [["arm", "seeds", "final pass@1", "area", "median area", "entropy", "ESS", "s/iteration", "completions"]]
     for name, arm in arms.items():
-        cells = [share(arm["final"]), share(arm["area"]), *(number(arm[w]) for w in ("entropy", "ess", "seconds"))]
+        areas = [x for run in arm["by_seed"].values() if (x := run["area"]) is not None and math.isfinite(x)]
+        median = f"{100 * statistics.median(areas):.1f}%" if areas else ""
+        cells = [share(arm["final"]), share(arm["area"]), median]
+        cells += [number(arm[measure]) for measure in ("entropy", "ess", "seconds")]
         rows.append([name, str(len(arm["by_seed"])), *cells, f"{arm['completions'][0]:,.0f}"])
     return rows
 

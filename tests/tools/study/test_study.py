@@ -381,7 +381,7 @@ def test_results_of_runs_made_up(file, tmp_path, capsys):
     assert cells == {(0.2, 2.0): [0.35, None, None], (0.4, 2.0): [0.75, None, None]}  # tau .4 is the arm's own run
 
     text = (root / "study.md").read_text()
-    assert "| GRPO | 2 | 60.0% ±127.1 | 42.5% ±63.5 | 0.500 ±0.000 | 0.750 ±0.000 |" in text
+    assert "| GRPO | 2 | 60.0% ±127.1 | 42.5% ±63.5 | 42.5% | 0.500 ±0.000 | 0.750 ±0.000 |" in text
     assert "| permuted | +15.0 ±127.1 | +7.5 ±63.5 |" in text
     assert "| tau \\ boost | 2.0 |\n|---|---|\n| 0.2 | 35.0% |\n| 0.4 | 75.0% |" in text
     # tau .2 ends at .35, the arm at .75 on the sweep's only seed: half of that in areas. tau .4 is the arm's own run.
