@@ -69,9 +69,10 @@ def test_the_version_has_one_place():
     assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_tables_of_the_second_race_are_computed_from_its_data():
-    made = runpy.run_path(str(DOCS / "make_race2.py"))
-    written = (DOCS / "race2.md").read_text(encoding="utf-8").split(made["FIRST"])[1].split(made["LAST"])[0]
+@pytest.mark.parametrize(("script", "page"), [("make_race2", "race2"), ("make_deciding", "gradients")])
+def test_tables_are_computed_from_their_data(script, page):
+    made = runpy.run_path(str(DOCS / f"{script}.py"))
+    written = (DOCS / f"{page}.md").read_text(encoding="utf-8").split(made["FIRST"])[1].split(made["LAST"])[0]
     assert written.strip() == made["tables"]().strip()
 
 
