@@ -96,7 +96,8 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
-            f"{place}: field {name!r} is {value!r:.100}; expected text or a number; set {setting} to another"
+            f"{place}: field {name!r} is {value!r:.100}; expected text or a number; correct the row or remove "
+            f"it, or set {setting} to another"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{place}: field {name!r} is {value}; expected text or a number; correct the row or remove it")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from oarjax.config.foreign import NAMES
 from oarjax.config.schema import Config
 from oarjax.credit.registry import described
 from oarjax.errors import ConfigError
@@ -42,7 +43,8 @@ def field_rows(section: str = "") -> list[FieldRow]:
     matching = [row for row in rows if section in ("", row.path) or row.path.startswith(f"{section}.")]
     if not matching:
         parents = sorted({row.path.rsplit(".", 1)[0] for row in rows if "." in row.path})
-        nearest = get_close_matches(section, [*parents, *(row.path for row in rows)], n=1)
+        known = NAMES.get(section.rpartition(".")[2])
+        nearest = [known] if known else get_close_matches(section, [*parents, *(row.path for row in rows)], n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"config: no section or field {section!r}; {hint}sections: {', '.join(parents)}")
     return matching

@@ -27,6 +27,8 @@ def test_every_field_has_a_row_with_its_default_and_accepted_values():
 def test_a_section_a_field_and_a_wrong_name():
     assert {row.path.split(".")[0] for row in field_rows("rollout")} == {"rollout"}
     assert [row.path for row in field_rows("credit.gate.tau")] == ["credit.gate.tau"]
+    with pytest.raises(ConfigError, match=r"'optim.learning_rate'; did you mean optim.lr\?"):
+        field_rows("optim.learning_rate")
     with pytest.raises(ConfigError, match=r"no section or field 'rolout'; did you mean rollout\?"):
         field_rows("rolout")
 
