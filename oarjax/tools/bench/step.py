@@ -15,16 +15,23 @@ from oarjax.tools.bench.work import Ours, Watch, WorkloadSizes, draw_tokens, hal
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 
 GRPO = "GRPO"
-METHODS: dict[str, dict[str, Any]] = {
-    GRPO: {"method": "uniform"},
-    "OAR-G, 1 draw": {"method": "oar_g"},
-    "OAR-G, 4 draws": {"method": "oar_g", "draws": 4},
-    "OAR-F": {"method": "oar_f"},
-    "OAR-L": {"method": "oar_l"},
-    "screened OAR-P": {"method": "oar_screened"},
-    "OAR-P": {"method": "oar_p"},
+ASKED = {"update": {"skip_zero_variance": False}}
+"""Fields of what is read off the reference answer: all rows are scored."""
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    GRPO: {"credit": {"method": "uniform"}},
+    "OAR-G, 1 draw": {"credit": {"method": "oar_g"}},
+    "OAR-G, 4 draws": {"credit": {"method": "oar_g", "draws": 4}},
+    "OAR-F": {"credit": {"method": "oar_f"}},
+    "OAR-L": {"credit": {"method": "oar_l"}},
+    "screened OAR-P": {"credit": {"method": "oar_screened"}},
+    "OAR-P": {"credit": {"method": "oar_p"}},
+    "signed values": ASKED | {"credit": {"method": "signed_values", "answer": {"source": "reference"}}},
+    "signed values by entropy": ASKED
+    | {"credit": {"method": "signed_values", "signed_values": {"by": "entropy"}, "answer": {"source": "reference"}}},
+    "soft reward": ASKED
+    | {"credit": {"method": "uniform", "answer": {"source": "reference"}}, "advantage": {"soft": "reward"}},
 }
-"""Fields of credit, with the defaults of a run elsewhere."""
+"""Sections of the config, with the defaults of a run elsewhere. The answer of a row stands for the reference."""
 GOALS = {"OAR-G, 1 draw": 1.3, "OAR-G, 4 draws": 1.9, "screened OAR-P": 2.0, "OAR-P": 6.0}
 """Goal for the time of a step over plain GRPO's, without skipped rows."""
 PROGRAMS = ("sample", "score", "credit", "accumulate", "fused_add", "apply")
@@ -71,16 +78,17 @@ def counted(totals: dict[str, float]) -> Watch:
     return watched(PROGRAMS, around)
 
 
-def step_flops(ours: Ours, credit: dict[str, Any], setting: StepSetting, *, skip: bool) -> dict[str, float]:
+def step_flops(ours: Ours, sections: dict[str, Any], setting: StepSetting, *, skip: bool) -> dict[str, float]:
     """Count the executed FLOPs of each program of one step."""
     totals: dict[str, float] = {}
-    _step(ours, credit, setting, skip=skip, watch=counted(totals))()
+    _step(ours, sections, setting, skip=skip, watch=counted(totals))()
     return totals
 
 
-def _step(ours: Ours, credit: dict[str, Any], setting: StepSetting, *, skip: bool, **more: Any) -> Callable[[], Any]:
+def _step(ours: Ours, sections: dict[str, Any], setting: StepSetting, *, skip: bool, **more: Any) -> Callable[[], Any]:
     """Return one iteration's work; with ``skip`` every second group has equal rewards and is skipped."""
-    cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": True})
+    update = {"microbatch": setting.microbatch, "skip_zero_variance": True} | sections.get("update", {})
+    cfg = ours.changed(**sections | {"update": update})
     return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
 
 
@@ -100,14 +108,14 @@ def bench_steps(
     rows = []
     for skip in (False, True):
         flops = {}
-        for method, credit in METHODS.items():
+        for method, sections in METHODS.items():
             with status(f"W6 {name}: counting {method}"):
-                flops[method] = step_flops(ours, credit, setting, skip=skip)
+                flops[method] = step_flops(ours, sections, setting, skip=skip)
         plain = _step(ours, METHODS[GRPO], setting, skip=skip)
-        for method, credit in METHODS.items():
+        for method, sections in METHODS.items():
             if method == GRPO:
                 continue
-            sides = {GRPO: plain, method: _step(ours, credit, setting, skip=skip)}
+            sides = {GRPO: plain, method: _step(ours, sections, setting, skip=skip)}
             with status(f"W6 {name}: {method}"):
                 measured = measure(sides, repeats=repeats, compiled=compiled)
             executed = sum(flops[method].values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,19 @@ def _microbatch(rows: int, most: int) -> int:
     return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
-def spans(rows: int, length: int, shapes: WorkloadSizes) -> AnswerSpan:
-    """Return the same reasoning and answer for every row; random tokens contain no answer."""
+def spans(rows: int, length: int, shapes: WorkloadSizes, *, outcome: bool = False) -> AnswerSpan:
+    """Return the same reasoning and answer for every row; random tokens contain no answer.
+
+    ``outcome``: the answer stands for the reference, whose probability is read.
+    """
     positions = np.broadcast_to(np.arange(length), (rows, length))
-    answer = shapes.reasoning + shapes.cue
+    start = shapes.reasoning + shapes.cue
+    answer: Any = (positions >= start) & (positions < start + shapes.answer)
     return AnswerSpan(
         reasoning=positions < shapes.reasoning,  # type: ignore[arg-type]
-        answer=(positions >= answer) & (positions < answer + shapes.answer),  # type: ignore[arg-type]
+        answer=answer,
         has_answer=np.ones(rows, bool),  # type: ignore[arg-type]
+        outcome=answer if outcome else None,
     )
 
 
@@ -266,7 +272,8 @@ class Ours:
         steps, state = watch(run.steps), run.new_state(self.params)
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
-        host = host_of(run, prompts, rewards=rewards, find=lambda rollout: spans(len(rollout.ended), s.new_tokens, s))
+        find = partial(spans, length=s.new_tokens, shapes=s, outcome=run.wants_outcome)
+        host = host_of(run, prompts, rewards=rewards, find=lambda rollout: find(len(rollout.ended)))
         number = 0
 
         def work() -> None:

@@ -202,6 +202,27 @@ def test_rollout_in_tokens_per_second_and_no_program_when_warm():
 
 
 @pytest.mark.slow
+def test_steps_that_read_the_reference_answer_score_every_row(tmp_path, monkeypatch):
+    names = ("GRPO", "signed values by entropy", "soft reward")
+    monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in names})
+    folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
+    with measure.counted_compilations() as compiled:
+        found = bench_step.bench_steps(
+            "tiny",
+            bench_step.StepSetting(TINY, SHAPES, microbatch=2),
+            folder,
+            repeats=1,
+            compiled=compiled,
+            peak=PEAK,
+            status=Console(quiet=True).status,
+        )
+    flops = [row["executed_flops"] for row in found["rows"]]
+    assert [row["method"] for row in found["rows"]] == [*names[1:], *names[1:]]
+    assert flops[:2] == flops[2:]  # no row is skipped
+    assert all(row["flops_of_grpo"] > 1 for row in found["rows"])
+
+
+@pytest.mark.slow
 def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in ("GRPO", "OAR-G, 1 draw", "OAR-P")})
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
