@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from oarjax.stats import paired_difference
-from oarjax.tools.study.page import points_of, table
+from oarjax.tools.study.page import between, points_of, table
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "gradients.md", "<!-- deciding -->", "<!-- end of deciding -->"
@@ -47,9 +47,7 @@ def main() -> None:
     if sys.argv[1:] == ["--print"]:
         print(tables())
         return
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(FIRST)[0], text.split(LAST)[1]
-    PAGE.write_text(f"{before}{FIRST}\n\n{tables()}\n{LAST}{after}", encoding="utf-8")
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), FIRST, LAST, tables()), encoding="utf-8")
 
 
 def tables() -> str:

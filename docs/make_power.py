@@ -20,7 +20,7 @@ import numpy as np
 
 from oarjax.stats import Interval, detectable_effect, mean_interval, paired_difference, paired_p_value
 from oarjax.tools.study.config import load_study
-from oarjax.tools.study.page import arms_table, points_of, primaries_table, share, table
+from oarjax.tools.study.page import arms_table, between, points_of, primaries_table, share, table
 from oarjax.tools.study.results import collect, plan_so_far
 
 HERE = Path(__file__).resolve().parent
@@ -61,13 +61,13 @@ def appendix(text: str) -> str:
     studies = re.compile(r"<!-- study ([^\n]+) -->.*?<!-- end of study \1 -->", re.DOTALL)
     text = studies.sub(lambda study: renewed(study[0], _read(study[1].replace("-", "_"))), text)
     for first, last, made in ((FIRST, LAST, power), (SHORT_FIRST, SHORT_LAST, without_filler)):
-        text = _between(text, first, last, made())
+        text = between(text, first, last, made())
     return text
 
 
 def results(text: str) -> str:
     """Return the page of results with the table of the race on forks."""
-    return _between(text, RACE_FIRST, RACE_LAST, race())
+    return between(text, RACE_FIRST, RACE_LAST, race())
 
 
 def renewed(study: str, tree: dict[str, Any]) -> str:
@@ -155,10 +155,6 @@ def _triple(interval: Interval) -> list[float]:
 
 def _column(arm: dict[str, Any], measure: str) -> list[float]:
     return [run[measure] for run in arm["by_seed"].values()]
-
-
-def _between(text: str, first: str, last: str, new: str) -> str:
-    return f"{text.split(first)[0]}{first}\n\n{new}\n{last}{text.split(last)[1]}"
 
 
 @cache

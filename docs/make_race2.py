@@ -19,7 +19,7 @@ import numpy as np
 
 from oarjax.stats import detectable_effect, holm, mean_interval, paired_p_value
 from oarjax.tools.study.config import StudyConfig, load_study
-from oarjax.tools.study.page import budget_text, primaries_table, share, table
+from oarjax.tools.study.page import between, budget_text, primaries_table, share, table
 from oarjax.tools.study.results import (
     RunMeasures,
     areas_at_equal_cost,
@@ -43,6 +43,9 @@ TASKS = {
 """Files of records, the names of their tasks, their studies, the kind of forks, and seeds other than the study's."""
 
 Measured = dict[str, dict[int, RunMeasures]]
+"""What runs measured, by arm and seed."""
+Axes = dict[str, dict[str, dict[int, float]]]
+"""Areas by axis, arm and seed."""
 SPLITS = ("GRPO 4x8", "GRPO 16x2")
 
 FORKS = ("data.train", "data.eval", "sft.data")
@@ -69,14 +72,12 @@ def main() -> None:
     if sys.argv[1:] == ["--print"]:
         print(tables())
         return
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(FIRST)[0], text.split(LAST)[1]
-    PAGE.write_text(f"{before}{FIRST}\n\n{tables()}\n{LAST}{after}", encoding="utf-8")
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), FIRST, LAST, tables()), encoding="utf-8")
 
 
 def tables() -> str:
     """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
-    parts, measured, splits = [], dict[str, Measured](), dict[str, str]()
+    parts, axes, splits = [], dict[str, Axes](), dict[str, str]()
     for file, (task, name, forks, seeds) in TASKS.items():
         path = HERE / "data" / f"{file}.jsonl"
         if not path.exists():
@@ -88,7 +89,8 @@ def tables() -> str:
         parts.append(
             f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"
         )
-        results = collect(plan_so_far(study))
+        plan = plan_so_far(study)
+        results = collect(plan)
         if results["budget"]["pairs"]:
             parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
         if confirming := [record for record in records if record["value"] is None]:
@@ -97,10 +99,10 @@ def tables() -> str:
             unfinished = len(confirming) < runs
             parts.append(f"{said}; they are compared once all have.\n" if unfinished else f"{said}.\n")
             if not unfinished:
-                measured[task] = runs_of(study)
-                splits[task] = best_split(results["choose"])
-                parts += compared(study, results, measured[task])
-    return "\n".join([*parts, CRITERIA, *judged(measured, splits), VALUED, valued()])
+                measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
+                axes[task], splits[task] = axes_of(measured), best_split(results["choose"])
+                parts += compared(study, results, measured, axes[task])
+    return "\n".join([*parts, CRITERIA, *judged(axes, splits), VALUED, valued()])
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:
@@ -110,23 +112,17 @@ def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | Non
     return load_study(HERE.parent / "configs" / f"{name}.yaml", [f"records={records}", *overrides])
 
 
-def runs_of(study: StudyConfig) -> Measured:
-    """Return the measures of the runs that confirm, by arm and seed."""
-    return {name: measured_runs(runs) for name, runs in plan_so_far(study).arms.items()}
-
-
 def best_split(choose: dict[str, Any]) -> str:
     """Return the GRPO split whose area at its rate, less its standard error, is the larger on the seeds that choose."""
 
     def worth(arm: str) -> float:
         runs = choose["by_seed"][arm][choose["values"].index(choose["chosen"][arm])]
-        areas = [run["area"] for run in runs.values()]
-        return float(np.mean(areas) - np.std(areas, ddof=1) / len(areas) ** 0.5)
+        return lower([run["area"] for run in runs.values()])
 
     return max(SPLITS, key=worth)
 
 
-def compared(study: StudyConfig, results: dict[str, Any], measured: Measured) -> list[str]:
+def compared(study: StudyConfig, results: dict[str, Any], measured: Measured, axes: Axes) -> list[str]:
     """Return the primary comparisons, the arms, and the differences to each of ``against`` on every axis."""
     parts = ["Areas paired by seed, Student's t, adjusted by Holm over these comparisons:\n"]
     parts.append(table(primaries_table(results["primaries"])))
@@ -138,7 +134,6 @@ def compared(study: StudyConfig, results: dict[str, Any], measured: Measured) ->
         shares = [share(arm["final"]), f"{np.median(ends):.1f}%", share(arm["area"]), f"{np.median(areas):.1f}%"]
         rows.append([name, str(len(runs)), *shares, str(worse)])
     parts.append(table(rows))
-    axes = axes_of(measured)
     for baseline in study.against:
         rows = [["arm", *axes]]
         rows += [
@@ -151,7 +146,7 @@ def compared(study: StudyConfig, results: dict[str, Any], measured: Measured) ->
     return parts
 
 
-def axes_of(measured: Measured) -> dict[str, dict[str, dict[int, float]]]:
+def axes_of(measured: Measured) -> Axes:
     """Return every arm's area by seed on each axis."""
     rollouts = {name: {seed: run.area for seed, run in runs.items()} for name, runs in measured.items()}
     costs = {"equal FLOPs": "flops", "equal tokens": "tokens"}
@@ -176,10 +171,9 @@ def text_of(gaps: np.ndarray, p: float | None = None) -> str:
     return words if p < 0.05 else f"{words}, detects {detectable_effect(float(gaps.std(ddof=1)), len(gaps)):.1f}"
 
 
-def judged(measured: dict[str, Measured], splits: dict[str, str]) -> list[str]:
+def judged(axes: dict[str, Axes], splits: dict[str, str]) -> list[str]:
     """Return the comparisons of the criteria by axis, p adjusted by Holm over the tasks that have confirmed."""
     signed, single = "signed values 32x1", "batch 32x1"
-    axes = {task: axes_of(runs) for task, runs in measured.items()}
     comparisons = [
         (signed, "the best split", splits, [*axes[next(iter(axes))]]),
         (signed, single, dict.fromkeys(splits, single), ["equal rollouts"]),
@@ -257,14 +251,24 @@ def areas_table(records: list[dict[str, Any]]) -> str:
 
 def error_of(areas: list[float]) -> str:
     """Write the standard error of a mean of shares, in points; nothing of a single one."""
-    return f" ±{100 * np.std(areas, ddof=1) / len(areas) ** 0.5:.1f}" if len(areas) > 1 else ""
+    return f" ±{100 * standard_error(areas):.1f}" if len(areas) > 1 else ""
+
+
+def standard_error(areas: list[float]) -> float:
+    """Return the standard error of a mean; 0 of a single value."""
+    return float(np.std(areas, ddof=1)) / len(areas) ** 0.5 if len(areas) > 1 else 0.0
+
+
+def lower(areas: list[float]) -> float:
+    """Return the mean less its standard error, by which rates and splits are chosen."""
+    return float(np.mean(areas)) - standard_error(areas)
 
 
 def best_rate(areas: dict[float, list[float]]) -> float:
     """Return the rate of the largest mean area less its standard error, on as many seeds as three rates have."""
     most = sorted(map(len, areas.values()))[-3]
     full = {rate: cell[:most] for rate, cell in areas.items() if len(cell) >= most}
-    return max(full, key=lambda x: np.mean(full[x]) - (np.std(full[x], ddof=1) / most**0.5 if most > 1 else 0))
+    return max(full, key=lambda rate: lower(full[rate]))
 
 
 if __name__ == "__main__":

@@ -47,9 +47,7 @@ def find_target(text: str) -> Target:
     Raises:
         ConfigError: a run without a policy yet, a checkpoint that cannot be trusted, or a folder that is none of these.
     """
-    path = Path(text).expanduser()
-    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-        raise ConfigError(f"{text}: you may not read this folder; make it readable")
+    path = _readable(text)
     if (path / "config.yaml").is_file():
         refuse_special(path)
         cfg = saved_config(path)
@@ -77,12 +75,20 @@ def find_checkpoint(text: str) -> Target:
     Raises:
         ConfigError: see ``find_target``; ``checkpoint`` is None where there is none.
     """
-    path = Path(text).expanduser()
+    path = _readable(text)
     if not (path / "config.yaml").is_file():
         return find_target(text)
     refuse_special(path)
     cfg, newest = saved_config(path), _newest(path)
     return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
+
+
+def _readable(text: str) -> Path:
+    """Return the path of a target; refuse a folder of another user, of which nothing can be told."""
+    path = Path(text).expanduser()
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{text}: you may not read this folder; make it readable")
+    return path
 
 
 def _check_policy(path: Path, text: str) -> None:

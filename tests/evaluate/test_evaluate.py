@@ -42,7 +42,7 @@ from oarjax.evaluate.benchmarks import (
 from oarjax.evaluate.fields import config_of, config_tree, own_problems
 from oarjax.evaluate.results import benchmark_result, compare, print_results, read_result
 from oarjax.evaluate.samples import SampleLines
-from oarjax.evaluate.target import Target, find_target
+from oarjax.evaluate.target import Target, find_checkpoint, find_target
 from oarjax.report.files import read_metrics
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.durable import StorageError
@@ -362,6 +362,14 @@ def test_targets_that_are_no_policy(tmp_path):
         with pytest.raises(ConfigError, match=f"^(config )?{tmp_path / name}.*{says}"):
             find_target(str(tmp_path / name))
     assert find_target("Qwen/Qwen2.5-0.5B").policy == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize("find", [find_target, find_checkpoint])
+def test_a_folder_that_may_not_be_read_is_told_so(find, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: you may not read this folder; make it readable"):
+        find(str(tmp_path))
 
 
 def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):

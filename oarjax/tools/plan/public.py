@@ -30,7 +30,7 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     for plan in plans:
         phases = {p["name"]: p for p in plan["phases"] if p["method"] is None and "seconds_compiler" in p}
         learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
-        sample, s = phases.get("sample"), plan["shapes"]
+        sample = phases.get("sample")
         seconds = sum(p["seconds_expected"] for p in learning)
         rate = plan["chips"] * plan["chip"]["flops"] * seconds
         if not learning:  # of an older plan
@@ -43,7 +43,7 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         if sample is None:
             cells += ["", ""]
         else:
-            speed = s["rows"] * s["completion"] / sample["seconds_expected"] / plan["chips"]
+            speed = _tokens_per_chip(plan, sample)
             share = sample["read"] / (plan["chip"]["bandwidth"] * sample["seconds_expected"])
             cells += [f"{speed:,.0f}", f"{share:.0%}"]
         lines.append("| " + " | ".join([*cells, DECODING.get(plan["chip"]["name"], "")]) + " |")
@@ -52,8 +52,8 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def served_line(served: Mapping[str, Any]) -> str:
     """Set the sampler's plan for the requests of a serving benchmark beside what an engine was measured at."""
-    sizes, sample = served["shapes"], served["phase"]
-    rate = sizes["rows"] * sizes["completion"] / sample["seconds_expected"] / served["chips"]
+    sample = served["phase"]
+    rate = _tokens_per_chip(served, sample)
     return (
         "The same requests in a plan and in a measurement: Qwen3-8B in bfloat16 on a v6e-4, 256 requests of 1,024 + "
         "1,024 tokens at once, prefill included. sglang-jax measured 7,571.84 tokens/s, 1,893 per chip (its "
@@ -61,6 +61,12 @@ def served_line(served: Mapping[str, Any]) -> str:
         f"September 2025); this sampler's plan expects {rate:,.0f} per chip, at "
         f"{sample['hbm_expected']:.0%} of HBM's rate."
     )
+
+
+def _tokens_per_chip(plan: Mapping[str, Any], sample: Mapping[str, Any]) -> float:
+    """Return the tokens that a chip samples in an expected second."""
+    sizes = plan["shapes"]
+    return sizes["rows"] * sizes["completion"] / sample["seconds_expected"] / plan["chips"]
 
 
 def before_table(plans: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[str]:

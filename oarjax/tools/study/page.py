@@ -210,6 +210,11 @@ def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None
         shutil.copyfile(source, page.parent / file)
 
 
+def between(text: str, first: str, last: str, new: str) -> str:
+    """Return a page's text with ``new`` between two marks of its own."""
+    return f"{text.split(first)[0]}{first}\n\n{new}\n{last}{text.split(last)[1]}"
+
+
 def around(page: Path, name: str) -> tuple[str, str]:
     """Split a page after its line ``<!-- study NAME -->`` and before its line ``<!-- end of study NAME -->``.
 
