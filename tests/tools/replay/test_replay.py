@@ -24,6 +24,7 @@ from oarjax.training import trainer
 
 PLUGIN = """
 import math
+import optax
 from oarjax.grading.rewards import Sample, reward
 from oarjax.credit.probe import Probe
 
@@ -49,6 +50,9 @@ def _nan(policy, params, hidden, reading):
     return hidden[:, -1].sum(-1) * math.nan
 
 nan_probe = Probe(read=_nan, kind="scalar", reads="completion")
+
+def leap(learning_rate, times):  # a config's largest rate, a million, leaves all finite
+    return optax.chain(optax.adamw(learning_rate, b2=0.95, weight_decay=0.01), optax.scale(times))
 """
 
 
@@ -81,6 +85,11 @@ def oarjax(monkeypatch, capfd):
         return code, *capfd.readouterr()
 
     return command
+
+
+def leap(base, times):
+    """Changes of a config whose optimizer makes AdamW's step, at the largest rate there is, ``times`` as long."""
+    return "optim.lr=1e6", f"optim.function={base / 'mine.py'}:leap", f"optim.settings={{times: {times:.1e}}}"
 
 
 def train(oarjax, base, folder, *changes):
@@ -122,11 +131,11 @@ def sound(folder, iterations):
 
 @pytest.mark.slow
 def test_a_rate_that_explodes(oarjax, base, tmp_path):
-    """1e39 is infinite in float32: every update would leave infinite params, none is taken."""
+    """Steps of 1e39 are infinite in float32: every update would leave infinite params, none is taken."""
     size = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
     teacher = write_builtin_policy(tmp_path / "teacher", seed=7, **size)
     taught = (f"loss.teacher={teacher}", "loss.kl_in=token", "loss.kl_beta=1", "update.skip_zero_variance=false")
-    code, out, err = train(oarjax, base, tmp_path / "run", "optim.lr=1e39", "health.stop_after=3", *taught)
+    code, out, err = train(oarjax, base, tmp_path / "run", *leap(base, 1e33), "health.stop_after=3", *taught)
     assert code == 2
     assert (
         "iteration 3, optimizer step 0, phase update: params not finite: nothing could be learned in 3 updates" in err
@@ -139,7 +148,7 @@ def test_a_rate_that_explodes(oarjax, base, tmp_path):
     assert len(list((tmp_path / "run" / "bad_batches").glob("params-*"))) == 1
     found = replayed(oarjax, err)
     assert found["place"].startswith("the optimizer's step: the gradient is finite")
-    assert "with a learning rate of 1e+39 the step is not: lower the rate" in found["place"]
+    assert "with a learning rate of 1e+06 the step is not: lower the rate" in found["place"]
     assert all(row["replayed"] is None for row in found["rows"])
     assert all(row["grad_norm"] > 0 for row in found["rows"])  # the teacher's, in groups of equal rewards too
 
@@ -147,7 +156,7 @@ def test_a_rate_that_explodes(oarjax, base, tmp_path):
 @pytest.mark.slow
 def test_adapters_are_replayed_over_the_weights_below_them(oarjax, base, tmp_path):
     """What is kept are the adapters; the rest is read from where the run read it."""
-    changes = ("optim.lr=1e39", "health.stop_after=2", "lora.rank=2", "loss.kl_beta=0.1")
+    changes = (*leap(base, 1e33), "health.stop_after=2", "lora.rank=2", "loss.kl_beta=0.1")
     code, _, err = train(oarjax, base, tmp_path / "run", *changes)
     assert code == 2, err
     (kept,) = (tmp_path / "run" / "bad_batches").glob("params-*")
@@ -167,8 +176,8 @@ def test_adapters_are_replayed_over_the_weights_below_them(oarjax, base, tmp_pat
 
 @pytest.mark.slow
 def test_params_that_grow_until_nothing_is_finite(oarjax, base, tmp_path):
-    """A rate of 1e30 takes one update to params that are finite and good for nothing."""
-    code, _, err = train(oarjax, base, tmp_path / "run", "optim.lr=1e30", "health.stop_after=3")
+    """Steps of 1e30 take one update to params that are finite and good for nothing."""
+    code, _, err = train(oarjax, base, tmp_path / "run", *leap(base, 1e24), "health.stop_after=3")
     assert code == 2
     assert "nothing could be learned in 3 updates in a row" in err
     header, _ = read_bad_batch(next(iter(sorted((tmp_path / "run" / "bad_batches").glob("iteration-*")))))
@@ -294,7 +303,8 @@ def test_what_cannot_be_replayed(oarjax, tmp_path):
 @pytest.mark.slow
 def test_a_warm_start_that_explodes(oarjax, base, tmp_path):
     sft = {"data": MICRO["data"]["train"] | {"split": "sft"}, "steps": 9, "batch": 4, "microbatch": 4, "max_length": 48}
-    tree = yaml.safe_load((base / "run.yaml").read_text()) | {"sft": sft | {"optim": {"lr": 1e39, "warmup": 0}}}
+    optim = {"lr": 1e6, "warmup": 0, "function": f"{base / 'mine.py'}:leap", "settings": {"times": 1e33}}
+    tree = yaml.safe_load((base / "run.yaml").read_text()) | {"sft": sft | {"optim": optim}}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
     code, out, err = oarjax("train", tmp_path / "sft.yaml", f"run_dir={tmp_path / 'run'}", "health.stop_after=2")
     assert code == 2
@@ -302,7 +312,7 @@ def test_a_warm_start_that_explodes(oarjax, base, tmp_path):
     assert "oarjax replay" in out
     assert not (tmp_path / "run" / "start").exists()  # a start that learned nothing is no start
     found = replayed(oarjax, err)
-    assert "with a learning rate of 1e+39 the step is not: lower the rate" in found["place"]
+    assert "with a learning rate of 1e+06 the step is not: lower the rate" in found["place"]
     assert len(found["rows"]) == 4
 
 
