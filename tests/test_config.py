@@ -94,7 +94,9 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
         [
             "rollout.group_size=16",
             "rollout.group_size=4",
-            "optim.lr=3e-5",  # text to a YAML 1.1 reader
+            "optim.lr=3e-5",
+            "optim.function=optax.lion",
+            "optim.settings={eps: 1e-8, b1: .9, big: +2.E3, name: 1e-8x, date: 2026-01-02}",
             "data.eval.source=e.jsonl",  # makes the section
             "compilation_cache=null",
             "report.to=[jsonl, tensorboard]",
@@ -103,6 +105,8 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
     )
     assert cfg.rollout.group_size == 4
     assert cfg.optim.lr == 3e-5
+    settings = {"eps": 1e-8, "b1": 0.9, "big": 2e3, "name": "1e-8x", "date": "2026-01-02"}  # YAML 1.1 has other texts
+    assert cfg.optim.settings == settings
     assert cfg.data.eval is not None
     assert cfg.data.eval.source == "e.jsonl"
     assert cfg.compilation_cache is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import yaml
@@ -18,12 +19,17 @@ class YamlError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without dates: where one is written, text is meant."""
+    """SafeLoader, but a date is text, as is meant, and 1e-8, a text to YAML 1.1, is a number."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"), list("-+.0123456789")
+)
 
 
 def read_yaml(text: str) -> Any:
