@@ -1,7 +1,8 @@
 """Signed values v of the first token against its return Q, enumerated, by a policy trained on forks.
 
 Q(a) sums the probabilities of all continuations of ``a`` that are graded right, in the room that is left: any tokens
-but the stop token, then the mark, the reference answer and the stop token.
+but the stop token, then the mark, the reference answer and the stop token. One policy is trained on texts without
+filler, one with a letter of filler.
 """
 
 import functools
@@ -19,16 +20,19 @@ import tiny
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import AnswerSettings, CreditSettings, MaskingSettings, SignedValuesSettings
 from oarjax.data.tasks.arithmetic import MARKER
-from oarjax.data.tasks.forks import right_answer, right_letters, written_out
+from oarjax.data.tasks.forks import FILLER, right_answer, right_letters, written_out
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import init_params
 from oarjax.step.spans import with_reference
 from oarjax.types import AnswerSpan, Rollout
 
 IDS = {letter: 3 + n for n, letter in enumerate("0123456789=ABCDEF")}
+IDS |= {letter: 20 + n % 4 for n, letter in enumerate(FILLER)}
 PROMPT, ROOM, SEED = 3, 6, 0
 ONE, TWO = "3=", "31="
-"""An echo of one fork, ``AA####A``, and a copy of two, ``AF####AF``, without filler. The mark is one token."""
+"""An echo of one fork, ``AA####A`` or with filler ``AbA####A``, and a copy of two, ``AF####AF``. The mark is a token."""
+CASES = [(ONE, 0), (TWO, 0), pytest.param((ONE, 1), marks=pytest.mark.slow)]
+"""Questions, and the filler of their completions: as many tokens more between the place and the mark."""
 EVERY = range(tiny.VOCAB)
 POLICY = make_policy(tiny.model(), compute_dtype=jnp.float32, remat="none")
 
@@ -52,18 +56,18 @@ def log_probs(params, tokens, valid):
     return jax.nn.log_softmax(POLICY.unembed(params, hidden))
 
 
-@pytest.fixture(scope="module")
-def params():
+@functools.cache
+def trained(filler):
     """Train on the texts of 20 questions, weighted by how often they are drawn; a choice is right by .6."""
     draw, texts = random.Random(0), Counter()
-    for kind, forks in (("echo", 1), ("copy", 2)):
+    for kind, forks in (("echo", 1), ("copy", 2))[: 2 - filler]:
         for _ in range(3000):
             question = "".join(draw.choices("0123", k=forks)) + "="
-            texts[question, written_out(question, draw, kind=kind, filler=0, right=0.6, seed=SEED)] += 1
+            texts[question, written_out(question, draw, kind=kind, filler=filler, right=0.6, seed=SEED)] += 1
     parts = [text.partition(MARKER) for _, text in texts]
     completions = [[*ids(choices), tiny.MARK, *ids(answer.strip()), tiny.STOP] for choices, _, answer in parts]
     tokens, valid = padded([ids(question) for question, _ in texts], completions)
-    weights = np.array(list(texts.values()))[:, None] * valid[:, PROMPT:] / 6000
+    weights = np.array(list(texts.values()))[:, None] * valid[:, PROMPT:] / texts.total()
 
     def loss(params):
         logps = jnp.take_along_axis(log_probs(params, tokens, valid)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
@@ -113,14 +117,17 @@ def returns(params, question, *, room):
     return rows[:, 1:].prod(1).reshape(tiny.VOCAB, -1).sum(1)
 
 
-def values(params, question, completions, *, answered=True):
-    """Return v [B, V] at the first token of each completion, every token of the vocabulary in its place."""
+def values(params, question, completions, *, later=0, answered=True):
+    """Return v [B, V] at the first token of each completion, every token of the vocabulary in its place.
+
+    ``later`` tokens and the mark follow it, then the answer.
+    """
     tokens, valid = padded([ids(question)] * len(completions), completions)
     written, place = valid[:, PROMPT:], np.arange(ROOM)
     zeros = np.zeros(written.shape, np.float32)
     rollout = Rollout(tokens, valid, written, zeros, zeros, np.ones(len(tokens), bool))
     before = np.broadcast_to(place < 1, written.shape)
-    after = written & (place > 2) & (place < written.sum(1, keepdims=True) - 1) & answered
+    after = written & (place > later + 1) & (place < written.sum(1, keepdims=True) - 1) & answered
     span = AnswerSpan(before, after, after.any(1))
     probed, at = with_reference(
         rollout, span, [([tiny.MARK], answer(question))] * len(tokens), room=4, stop_id=tiny.STOP
@@ -136,8 +143,9 @@ def values(params, question, completions, *, answered=True):
 
 
 @pytest.mark.parametrize("question", [ONE, TWO])
-def test_with_nothing_between_the_place_and_the_answer_v_is_q(params, question):
+def test_with_nothing_between_the_place_and_the_answer_v_is_q(question):
     """And v - b is Q - V, whichever token was drawn: no text is left that could depend on it."""
+    params = trained(0)
     pi = chances(params, question, [[token] for token in EVERY])[:, 0]
     q = returns(params, question, room=len(answer(question)) + 2)
     for v in values(params, question, [[drawn, tiny.STOP] for drawn in EVERY], answered=False):
@@ -145,30 +153,28 @@ def test_with_nothing_between_the_place_and_the_answer_v_is_q(params, question):
         np.testing.assert_allclose(v - pi @ v, q - pi @ q, rtol=1e-3, atol=1e-6)
 
 
-@pytest.fixture(scope="module", params=[ONE, TWO])
-def one_later(request, params):
-    """Return the question, Q, and [D, V]: the mean of v(a) over the token that is drawn after D, and then the mark.
-
-    Where the mark follows at once there is no later token, and v(a) is the probability that it is and all goes right.
-    """
-    question = request.param
-    at_once = returns(params, question, room=len(answer(question)) + 2)
-    v = values(params, question, [[0, later, tiny.MARK, *answer(question), tiny.STOP] for later in EVERY])
-    pairs = chances(params, question, [[token, later, tiny.MARK] for token in EVERY for later in EVERY])
-    after = pairs[:, 1:].prod(1).reshape(tiny.VOCAB, -1)
-    after[:, tiny.STOP] = 0  # ends it, and nothing is right
-    return question, returns(params, question, room=len(answer(question)) + 3), after @ v + at_once
+@pytest.fixture(scope="module", params=CASES)
+def drawn_anew(request):
+    """Return the question, Q, and [D, V]: the mean of v(a) over the tokens that are drawn after D until the mark."""
+    question, filler = request.param
+    params, end, v = trained(filler), [*answer(question), tiny.STOP], np.zeros((tiny.VOCAB, tiny.VOCAB))
+    for later in range(filler + 2):
+        texts = list(itertools.product([t for t in EVERY if t != tiny.STOP], repeat=later))
+        of_text = values(params, question, [[0, *x, tiny.MARK, *end] for x in texts], later=later)
+        drawn = chances(params, question, [[token, *x, tiny.MARK] for token in EVERY for x in texts])
+        v += drawn[:, 1:].prod(1).reshape(tiny.VOCAB, len(texts)) @ of_text
+    return question, returns(params, question, room=len(end) + filler + 2), v
 
 
-def test_v_is_q_where_the_later_token_is_drawn_anew(one_later):
-    """And its mark: v takes a mark that the row wrote as given, Q counts its probability."""
-    _, q, v = one_later
+def test_v_is_q_where_the_later_tokens_are_drawn_anew(drawn_anew):
+    """And their mark: v takes a mark that the row wrote as given, Q counts its probability."""
+    _, q, v = drawn_anew
     np.testing.assert_allclose(np.diagonal(v), q, rtol=1e-3)
 
 
-def test_text_that_restates_the_drawn_token_pulls_the_others_to_its_value(one_later):
+def test_text_that_restates_the_drawn_token_pulls_the_others_to_its_value(drawn_anew):
     """Of the right letter and each wrong one, either of them drawn: how far v sets them apart, and how far Q does."""
-    question, q, v = one_later
+    question, q, v = drawn_anew
     right = answer(question)[0]
     pairs = [(right, a) for a in ids("ABC") if a != right]
     drawn, other = np.array(pairs + [pair[::-1] for pair in pairs]).T
