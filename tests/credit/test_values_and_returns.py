@@ -30,7 +30,7 @@ IDS = {letter: 3 + n for n, letter in enumerate("0123456789=ABCDEF")}
 IDS |= {letter: 20 + n % 4 for n, letter in enumerate(FILLER)}
 PROMPT, ROOM, SEED = 3, 6, 0
 ONE, TWO = "3=", "31="
-"""An echo of one fork, ``AA####A`` or with filler ``AbA####A``, and a copy of two, ``AF####AF``. The mark is a token."""
+"""An echo of one fork, ``AA####A`` or with filler ``AbA####A``, a copy of two, ``AF####AF``. The mark is a token."""
 CASES = [(ONE, 0), (TWO, 0), pytest.param((ONE, 1), marks=pytest.mark.slow)]
 """Questions, and the filler of their completions: as many tokens more between the place and the mark."""
 EVERY = range(tiny.VOCAB)
