@@ -146,6 +146,12 @@ def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Itera
     missing = sum(p.answer.strip().lower() in MISSING for p in problems)
     if missing:
         yield f"{missing} of {len(problems)} answers are blank or NaN, so no completion is right: remove these rows"
+    answers: dict[str, set[str]] = {}
+    for p in problems:
+        answers.setdefault(_key(p), set()).add(p.reference.strip())
+    several = sum(len(found) > 1 for found in answers.values())
+    if several:
+        yield f"{several} of {len(answers)} prompts stand with different answers in several rows: keep the right ones"
 
 
 def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]:
@@ -213,9 +219,14 @@ def _columns(source: str, asked: str) -> tuple[str, str]:
     by_name = {name.strip().lower(): name for name in reversed(names)}
     prompt, answer = (next((by_name[n] for n in candidates if n in by_name), None) for candidates in (PROMPTS, ANSWERS))
     if prompt is None or answer is None:
+        other = next(
+            (f"; its columns are divided by {mark!r}: write commas" for mark in ";\t|" if mark in names[0]), ""
+        )
+        if source.endswith(".csv") and not other:
+            other = "; the first line of a CSV file must name its columns"
         raise ConfigError(
             f"init --data: {source} has the columns {', '.join(names)}; expected one of {', '.join(PROMPTS)} for the "
-            f"prompts and one of {', '.join(ANSWERS)} for the answers; name yours with --columns PROMPTS,ANSWERS"
+            f"prompts and one of {', '.join(ANSWERS)} for the answers; name yours with --columns PROMPTS,ANSWERS{other}"
         )
     return prompt, answer
 

@@ -88,6 +88,19 @@ def test_columns_are_named_or_refused_with_those_there(tmp_path):
     assert write_config(source, columns="Frage, Antwort").columns == ("Frage", "Antwort")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("question;answer\n1+1;2\n", "columns are divided by ';': write commas"),
+        ("1+1,2\n1+2,3\n", "the first line of a CSV file must name its columns"),
+    ],
+)
+def test_a_csv_with_other_marks_or_without_names(tmp_path, text, says):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        write_config("rows.csv")
+
+
 def test_nothing_is_overwritten(tmp_path):
     source = csv_file(tmp_path / "qa.csv")
     (tmp_path / "qa.eval.jsonl").write_text("mine")
@@ -124,8 +137,9 @@ def test_one_row_far_longer_than_the_rest_does_not_widen_every_prompt(tmp_path):
     source = csv_file(tmp_path / "qa.csv")
     usual = load_config(write_config(source, Path("usual.yaml")).config).data.max_prompt
     with (tmp_path / source).open("a") as file:
-        file.write("x" * 10_000 + ",,\n")
+        file.write("x" * 10_000 + ",,\n" + "What is 1 plus 3?,5,\n" * 2)
     written = write_config(source, Path("far.yaml"))
     assert load_config(written.config).data.max_prompt == usual
     assert "data.max_prompt=5024 takes them all" in written.message()
-    assert "1 of 41 answers are blank or NaN" in written.message()
+    assert "1 of 43 answers are blank or NaN" in written.message()
+    assert "1 of 41 prompts stand with different answers in several rows" in written.message()
