@@ -182,7 +182,9 @@ def check_trust(places: Sequence[str], folder: Path, *, source: str, trusted: bo
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
+    absent = next((code for code, digest in digests.items() if digest == "absent"), None)
+    hint = f"; {absent} is not here: start the command in the folder that training was started in" if absent else ""
     raise UntrustedCode(
         f"{source} names Python code that is not known to be yours: {codes}. It would run with all your rights; read "
-        "it, and pass --trust-code to run it (docs/trust.md)"
+        f"it, and pass --trust-code to run it (docs/trust.md){hint}"
     )

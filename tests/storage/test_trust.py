@@ -63,8 +63,9 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
     file.write_text("print('changed')")
     refused(cfg, run)
     check_trust(code_places(cfg), run, source="x", trusted=True)
+    assert "is not here" not in refused(cfg, run)
     file.unlink()
-    refused(cfg, run)
+    assert f"loss.function={file}:loss is not here: start the command in the folder that" in refused(cfg, run)
 
 
 def test_every_field_that_names_code_is_asked_about(tmp_path):

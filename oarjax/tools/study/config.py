@@ -228,7 +228,9 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     _read_base(tree, Path())
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
-        raise ConfigError(f"{path}: --quick needs a section quick; add it, with the fields that it changes")
+        raise ConfigError(
+            f"{path}: has no section quick; leave --quick out, or add the section, with the fields that it changes"
+        )
     if quick and study.quick is not None:
         changes = {"run_dir": f"{study.run_dir}-quick"} | study.quick
         study = _validate(merged(tree, changes, where="quick"), source=f"{path} with --quick")

@@ -465,7 +465,7 @@ def test_the_command_and_its_mistakes(file, tmp_path, monkeypatch, capfd):
         assert words in out
     for arguments, says in [
         ([tmp_path / "none.yaml"], "no such file"),
-        ([file, "--quick"], "--quick needs a section quick"),
+        ([file, "--quick"], "has no section quick"),
         ([file, "against=[x]"], "against: no arm is called 'x'"),
         ([file, "base.rollout.prompts=0"], "rollout.prompts: Input should be greater than 0"),
         ([file, "--page", tmp_path / "none.md"], "cannot be read"),

@@ -97,7 +97,7 @@ def test_quick_changes_what_it_says_and_has_a_folder_of_its_own(write):
     assert make_plan(quick).arms["GRPO"][0].config.iterations == 1
     assert make_plan(whole).arms["GRPO"][0].config.iterations == 3
     assert list(quick.arms) == list(whole.arms)
-    with pytest.raises(ConfigError, match="--quick needs a section quick; add it"):
+    with pytest.raises(ConfigError, match="has no section quick; leave --quick out, or add the section"):
         load_study(write(quick=None), quick=True)
 
 
