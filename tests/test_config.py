@@ -243,6 +243,7 @@ def test_field_of_an_optional_section_is_found():
         ({"profile": [0, 2]}, "profile: expected 1 <= first"),
         ({"optim__lr": 1e300}, "optim.lr: Input should be less than or equal to 1000000, got 1e+300"),
         ({"profile": [99, 101]}, "profile: expected 1 <= first"),
+        ({"credit__answer__cue": 1e5}, "credit.answer.cue: expected text, got 100000.0; write it in quotes"),
         ({"export__folder": "../other"}, "export.folder: expected a folder below run_dir such as export"),
         ({"export__folder": "/tmp"}, "export.folder: expected a folder below run_dir"),
         ({"export__folder": "."}, "export.folder: expected a folder below run_dir"),

@@ -69,6 +69,8 @@ def explain(error: Any, root: type[Any]) -> str:
         first, *names = fields_of(_section_at(error["loc"], root))
         rest_note = f" ({', '.join(names)} may follow)" if names else ""
         return f"  {path}: expected fields, such as {{{first}: {error['input']!s:.100}}}{rest_note}, {got}"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        return f"  {path}: expected text, {got}; write it in quotes"
     return f"  {path}: {error['msg']}, {got}"
 
 

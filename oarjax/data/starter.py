@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from shlex import quote
@@ -34,6 +35,9 @@ BASE = "gsm8k_qwen2.5-0.5b"
 
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
 """Share and maximum number of prompts that are held out for evaluations."""
+
+OPTIONS = {".source": "init --data", ".prompt_field": "--columns", ".answer_field": "--columns"}
+"""Fields of a dataset's config, and the command's options in their place."""
 
 FAR_LONGER = 4
 """A hundredth of the prompts, or one, does not set max_prompt where the longest is so many times the rest's."""
@@ -93,9 +97,10 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
     if target is None and file.suffix == ".yaml" and not (file.exists() or file.stem in shipped_configs()):
         base, target = "", file  # the file to write, not one to begin from
     tree = json.loads(json.dumps(read_tree(base or BASE)))  # no part of it twice, as YAML's anchors have it
-    prompt, answer = pair = _columns(source, columns)
-    config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
-    problems = load_problems(config, where="init --data")
+    with _options_named():
+        prompt, answer = pair = _columns(source, columns)
+        config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
+        problems = load_problems(config, where="init --data")
     train, held_out = _divided(problems)
     name = Path(source).name.partition(".")[0]
     target = target or Path(f"{name}.yaml")
@@ -134,6 +139,18 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
         overrides = f"{quote(f'policy.path={cfg.run_dir}/start')} sft=null"
         notes += (f"the warm start stays in {cfg.run_dir}/start: other runs on this data take it with {overrides}",)
     return Written(target, parts[0], parts[1], (len(train), len(held_out)), pair, policy, notes)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Name options of the command where an error names a dataset's fields."""
+    try:
+        yield
+    except DataError as error:
+        text = str(error)
+        for field, option in OPTIONS.items():
+            text = text.replace(f"init --data{field}", option)
+        raise DataError(text) from error
 
 
 def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Iterator[str]:

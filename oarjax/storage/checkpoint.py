@@ -91,7 +91,7 @@ class Checkpoints:
             raise DamagedError(
                 f"{self.folder}: no intact checkpoint is left, although the run had saved one. Mount the "
                 f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
-                f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
+                f"{self.folder.name} and {notes_file(self.folder).name} in {self.folder.parent}"
             )
         return None if iteration == NONE else iteration
 
@@ -215,7 +215,7 @@ class Checkpoints:
             else:
                 check_guards(at)
                 write_manifest(at, noted, processes=jax.process_count())
-                write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
+                write_durably(notes_file(self.folder), json.dumps({"newest": iteration}))
         except StorageError as error:  # the folder belongs to another run now: remove nothing there
             self._error = error
             return
@@ -250,7 +250,7 @@ class Checkpoints:
     def _look(self, say: Callable[[str], object]) -> int:
         """Find the newest checkpoint that can be trusted. Read all before anything is renamed or removed."""
         if not exists(self.folder):
-            return LOST if exists(_notes(self.folder)) else NONE
+            return LOST if exists(notes_file(self.folder)) else NONE
         for at in _folders(self.folder):
             if (problem := misplaced(at, self._run)) is not None:
                 raise ConfigError(f"run_dir: {problem}")
@@ -263,7 +263,7 @@ class Checkpoints:
                 trusted = int(at.name)
                 break
             aside.append((at, problem, "unfinished" if unfinished else "damaged"))
-        if trusted == NONE and exists(_notes(self.folder)):
+        if trusted == NONE and exists(notes_file(self.folder)):
             return LOST
         for path in _half_written(self.folder):
             say(f"{path.name}: this checkpoint was being written when the run ended, and is removed")
@@ -298,7 +298,7 @@ def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
 
 def remove_all(folder: Path) -> None:
     """Remove a folder of checkpoints."""
-    _notes(folder).unlink(missing_ok=True)  # first: without it, a missing folder is no error
+    notes_file(folder).unlink(missing_ok=True)  # first: without it, a missing folder is no error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -337,7 +337,8 @@ def _plain(state: TrainState) -> dict[str, Any]:
     return parts | {"key": jax.random.key_data(state.key)}
 
 
-def _notes(folder: Path) -> Path:
+def notes_file(folder: Path) -> Path:
+    """Return the file beside a folder of checkpoints that names the newest."""
     return folder.with_name(f"{folder.name}.json")
 
 

@@ -123,6 +123,15 @@ def test_data_that_cannot_be_divided(tmp_path, text, says):
         write_config("rows.csv")
 
 
+def test_remedies_name_the_command_s_options(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": null}\n')
+    with pytest.raises(DataError, match=r"or remove it, or set --columns to another"):
+        write_config("rows.jsonl")
+    (tmp_path / "rows.tsv").touch()
+    with pytest.raises(DataError, match=r"init --data: expected a \.jsonl"):
+        write_config("rows.tsv")
+
+
 def test_a_run_opens_from_what_the_command_writes(tmp_path, monkeypatch):
     lines = [f"{a}+{b}=,{a}+{b}={a + b}#### {a + b}" for a in range(6) for b in range(6)]
     (tmp_path / "sums.csv").write_text("\n".join(["question,answer", *lines]) + "\n")

@@ -313,6 +313,13 @@ def test_results_that_are_something_else(tmp_path, benchmark):
         read_result(tmp_path)
 
 
+def test_results_in_a_run_are_named_where_the_run_is_given(tmp_path):
+    (tmp_path / "evaluate" / "held-out").mkdir(parents=True)
+    (tmp_path / "evaluate" / "held-out" / "results.json").touch()
+    with pytest.raises(ConfigError, match=r"of oarjax evaluate; in this run lies .*/evaluate/held-out"):
+        read_result(tmp_path)
+
+
 def test_every_checkpoint_of_a_run_has_a_folder_of_its_own_until_there_is_an_export(tmp_path):
     run, asked = tmp_path / "run", read_names("demo")
     cfg = load_config(ROOT / "configs" / "demo.yaml")

@@ -10,6 +10,7 @@ import pytest
 from oarjax.cli import app
 from oarjax.errors import ConfigError
 from oarjax.report.status import duration, run_status
+from oarjax.storage.checkpoint import notes_file
 
 
 def run_folder(tmp_path, records=(), **files):
@@ -55,7 +56,7 @@ def test_a_run_that_has_only_begun(tmp_path):
         file.write("sft: {steps: 250}\n")
     (tmp_path / "sft").mkdir()
     assert run_status(tmp_path).state == "warm start, 0 of 250 steps saved"
-    (tmp_path / "sft" / "checkpoints.json").write_text('{"newest": 100}')
+    notes_file(tmp_path / "sft").write_text('{"newest": 100}')
     assert run_status(tmp_path).state == "warm start, 100 of 250 steps saved"
 
 
