@@ -253,7 +253,8 @@ def changed_data(run, prompt_format):
         (["lab.share=0"], "lab.share: "),
     ],
 )
-def test_mistakes_fail_early(oarjax_command, tmp_path, policy, changes, says):
+def test_mistakes_fail_early(oarjax_command, tmp_path, policy, monkeypatch, changes, says):
+    monkeypatch.chdir(tmp_path)  # where no demo was trained
     code, _, err = oarjax_command("credit", config_file(tmp_path, policy), *changes)
     assert code == 2
     assert says in " ".join(err.split())
