@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "data" / "bench_before.json"
 LONG = {"prompt_tokens": 192, "max_new": 256, "group_size": 8}
-WORKS = {
+SHAPES = {
     "W8": "64 rows, prompts of 64 tokens, completions of up to 512",
-    "W10 GRPO": "16 prompts x 4, prompts of 64 tokens, completions of up to 512",
-    "W10 OAR-G": "16 prompts x 4, prompts of 64 tokens, completions of up to 512",
-    "W11 GRPO": "8 prompts x 8, prompts of 192 tokens, completions of up to 256",
-    "W11 OAR-G": "8 prompts x 8, prompts of 192 tokens, completions of up to 256",
+    "W10": "16 prompts x 4, prompts of 64 tokens, completions of up to 512",
+    "W11": "8 prompts x 8, prompts of 192 tokens, completions of up to 256",
 }
+WORKS = ("W8", "W10 GRPO", "W10 OAR-G", "W11 GRPO", "W11 OAR-G")
 
 
 class Draw(NamedTuple):
@@ -58,7 +57,7 @@ def main() -> None:
     load = os.getloadavg()
     sides = {name: started(tree) for name, tree in trees.items()}
     works: dict[str, Any] = {}
-    for work, shape in WORKS.items():
+    for work in WORKS:
         runs: dict[str, list[Draw]] = {name: [] for name in sides}
         for number in range(1, options.draws + 1):
             for name, side in sides.items():
@@ -67,6 +66,7 @@ def main() -> None:
                 sys.exit(f"{work}, draw {number}: the two trees draw completions of other lengths")
             print(work, number, *(f"{name} {each[-1].seconds:.2f} s" for name, each in runs.items()), flush=True)
         seconds = {name: [round(draw.seconds, 3) for draw in draws] for name, draws in runs.items()}
+        shape = SHAPES[work.split()[0]]
         works[work] = {"shape": shape, "tokens": [sum(draw.lengths) for draw in runs["now"]], "seconds": seconds}
     for side in sides.values():
         side.communicate()

@@ -84,16 +84,16 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is something else.
     """
-    inside = sorted(path.glob("evaluate/*/results.json"))
-    path = path / "results.json" if path.is_dir() else path
+    file = path / "results.json" if path.is_dir() else path
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        inside = sorted(path.glob("evaluate/*/results.json"))
         hint = f"; in this run lies {visible(str(inside[0].parent))}" if inside else ""
-        raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate{hint}") from None
+        raise ConfigError(f"{file}: cannot be read ({error}); expected results.json of oarjax evaluate{hint}") from None
     benchmarks = tree.get("benchmarks") if isinstance(tree, dict) else None
     if not isinstance(benchmarks, dict) or not all(map(_is_compared, benchmarks.values())):
-        raise ConfigError(f"{path}: not the results of oarjax evaluate; expected its results.json or its folder")
+        raise ConfigError(f"{file}: not the results of oarjax evaluate; expected its results.json or its folder")
     return tree
 
 

@@ -18,6 +18,7 @@ from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
 from oarjax.storage.durable import DamagedError, cannot_read, refuse_special
 from oarjax.storage.folder import LOCK, lock_holder
+from oarjax.storage.manifest import notes_file
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10
@@ -88,7 +89,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
         devices=None if devices is None else f"{devices[0]} x {devices[1]}",
         device_hours=None if devices is None else devices[0] * spent / 3600,
         seconds_since_written=(time.time() if now is None else now) - records[-1]["time"] if records else None,
-        checkpoint=_newest_checkpoint(folder / "checkpoints.json"),
+        checkpoint=_newest_checkpoint(folder / "checkpoints"),
         skipped_in_a_row=int(trained[-1].get("skipped_in_a_row") or 0) if trained else 0,
     )
 
@@ -143,7 +144,7 @@ def _state(folder: Path, iteration: int, iterations: int, steps: int | None) -> 
     if iteration or not (folder / "sft").exists():
         state = "training" if iteration else "before the first iteration"
     else:
-        state = f"warm start, {_newest_checkpoint(folder / 'sft.json') or 0} of {steps} steps saved"
+        state = f"warm start, {_newest_checkpoint(folder / 'sft') or 0} of {steps} steps saved"
     return f"stopped in: {state}; the same command resumes" if _has_ended(folder / LOCK) else state
 
 
@@ -170,9 +171,9 @@ def _devices(folder: Path) -> tuple[int, str] | None:
         return None
 
 
-def _newest_checkpoint(notes: Path) -> int | None:
+def _newest_checkpoint(folder: Path) -> int | None:
     try:
-        newest = json.loads(notes.read_text(encoding="utf-8"))["newest"]
+        newest = json.loads(notes_file(folder).read_text(encoding="utf-8"))["newest"]
         return int(newest)
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None

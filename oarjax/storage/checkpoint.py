@@ -35,7 +35,7 @@ from oarjax.storage.durable import (
     write_durably,
 )
 from oarjax.storage.folder import run_id
-from oarjax.storage.manifest import MANIFEST, damage, misplaced, read_manifest, write_manifest, write_seal
+from oarjax.storage.manifest import MANIFEST, damage, misplaced, notes_file, read_manifest, write_manifest, write_seal
 from oarjax.system.processes import from_first, is_first, only_first
 from oarjax.types import TrainState
 
@@ -335,11 +335,6 @@ def _plain(state: TrainState) -> dict[str, Any]:
     """Return the saved parts of a state, with the key as numbers. Frozen weights can be read again."""
     parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
     return parts | {"key": jax.random.key_data(state.key)}
-
-
-def notes_file(folder: Path) -> Path:
-    """Return the file beside a folder of checkpoints that names the newest."""
-    return folder.with_name(f"{folder.name}.json")
 
 
 def _folders(folder: Path) -> list[Path]:

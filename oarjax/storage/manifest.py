@@ -167,3 +167,8 @@ def _digest(path: Path) -> dict[str, Any]:
 
 def _digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def notes_file(folder: Path) -> Path:
+    """Return the file beside a folder of checkpoints that names the newest."""
+    return folder.with_name(f"{folder.name}.json")

@@ -10,7 +10,7 @@ import pytest
 from oarjax.cli import app
 from oarjax.errors import ConfigError
 from oarjax.report.status import duration, run_status
-from oarjax.storage.checkpoint import notes_file
+from oarjax.storage.manifest import notes_file
 
 
 def run_folder(tmp_path, records=(), **files):
