@@ -225,7 +225,7 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     _read_base(tree, path.parent)
     for override in overrides:
         apply_override(tree, override)
-    _read_base(tree, Path())
+        _read_base(tree, Path())  # an override may name a file, and the next one a field of it
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
         raise ConfigError(

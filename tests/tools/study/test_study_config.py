@@ -116,6 +116,8 @@ def test_base_in_an_override_is_a_file_here_or_a_shipped_config(write, tmp_path,
     (tmp_path / "here" / "mine.yaml").write_text(yaml.safe_dump(BASE | {"iterations": 7}))
     assert load_study(write(), ["base=mine.yaml"]).base["iterations"] == 7
     assert load_study("study_grpo", ["base=stories"]).base["run_dir"] == "runs/stories"
+    changed = load_study(write(), ["base=mine.yaml", "base.optim.lr=1e-4"]).base
+    assert (changed["iterations"], changed["optim"]["lr"]) == (7, 1e-4)
 
 
 def test_a_study_needs_held_out_problems(write):
