@@ -150,7 +150,7 @@ def _options_named() -> Iterator[None]:
         text = str(error)
         for field, option in OPTIONS.items():
             text = text.replace(f"init --data{field}", option)
-        raise DataError(text) from error
+        raise DataError(text.replace("--columns and --columns", "--columns")) from error
 
 
 def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Iterator[str]:

@@ -183,7 +183,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
         cause = f"its vocabulary lacks {', '.join(map(repr, unknown_letters[:10]))}" if unknown_letters else str(error)
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             cause = "it contains half of a surrogate pair, which is not a character; correct the text, or leave it out"
-        raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
+        raise TextError(
+            f"the tokenizer cannot encode {_short(text)}: {cause}; change the text, or use a policy whose tokenizer can"
+        ) from None
 
 
 def _known(tokenizer: PreTrainedTokenizerFast, letter: str) -> bool:

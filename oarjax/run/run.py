@@ -433,6 +433,7 @@ def open_run(
     check_failures(cfg.checkpoint, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
     PEERS.link()
+    check_custom(cfg)
     if hold is not None and run.first:
         hold()
     check_layouts(cfg, run.model, run.mesh)
@@ -446,5 +447,4 @@ def open_run(
     run.credit.check_groups(cfg.rollout.group_size)
     run.credit.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
     _ = run.hints  # fails on what cannot be read
-    check_custom(cfg)
     return run

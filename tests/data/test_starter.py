@@ -116,6 +116,9 @@ def test_remedies_name_the_command_s_options(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": null}\n')
     with pytest.raises(DataError, match=r"or remove it, or set --columns to another"):
         write_config("rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"x": 1}\n')
+    with pytest.raises(DataError, match=r"line 2: no fields 'question' and 'answer', only 'x'; set --columns to two"):
+        write_config("rows.jsonl")
     (tmp_path / "rows.tsv").touch()
     with pytest.raises(DataError, match=r"init --data: expected a \.jsonl"):
         write_config("rows.tsv")

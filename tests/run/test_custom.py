@@ -285,6 +285,7 @@ def test_losses_that_give_something_else_are_told():
         ),
         ("optim.function=optax.lionn", "optim.function: optax defines no lionn"),
         ("optim.function=optax.constant_schedule", "optim.function: optax:constant_schedule with learning_rate and {}"),
+        ("optim.function=optax.lion optim.settings.bb1=.8", "unexpected keyword argument 'bb1'); expected an optax"),
         ("optim.b1=.8 optim.function=optax.lion", "optim.b1: AdamW's, and optim.function replaces it"),
         ("optim.settings={b1: .8}", "optim.settings: read with optim.function only"),
         (
@@ -304,6 +305,8 @@ def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says
         main()
     assert done.value.code == 2
     assert says in " ".join(capsys.readouterr().err.split())
+    if "optim" in change or "loss" in change:  # before the folder, whatever the data hold
+        assert not (tmp_path / "run").exists()
 
 
 # The other examples
