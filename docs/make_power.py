@@ -3,7 +3,7 @@
 python docs/make_power.py            rewrites the tables of results.md and results_appendix.md
 python docs/make_power.py --print    prints the one of power instead
 
-All numbers are from docs/data/study_*.json, as oarjax study writes them to study.json, and from ablations_forks.jsonl.
+All numbers are from docs/data/study_*.json, as oarjax study writes them to study.json, and from ablations_*.jsonl.
 Of what ``oarjax study --page`` pasted, the tables of arms and of primary comparisons are written anew.
 """
 
@@ -43,8 +43,11 @@ MORE = {"study_forks_copy_0": ("study_forks_copy_0_rest",)}
 
 NAMES = {"truth": "truth, through OAR's gate", "truth, level": "truth, gate by level"}
 """What the page of results calls arms whose names say too little there."""
-ABLATIONS = "ablations_forks"
-"""A study that is kept as records of its runs."""
+ABLATIONS = {
+    "ablations_forks": [],
+    "ablations_demo": ["base=demo.yaml", "base.optim.lr=1e-4", "run_dir=runs/ablations-demo"],
+}
+"""Of study_ablations, which is kept as records of its runs: overrides of each task."""
 
 
 def main() -> None:
@@ -159,9 +162,9 @@ def _column(arm: dict[str, Any], measure: str) -> list[float]:
 
 @cache
 def _read(file: str) -> dict[str, Any]:
-    if file == ABLATIONS:
-        records = f"records={HERE / 'data' / ABLATIONS}.jsonl"
-        return collect(plan_so_far(load_study(HERE.parent / "configs" / "study_ablations.yaml", [records])))
+    if file in ABLATIONS:
+        changes = [*ABLATIONS[file], f"records={HERE / 'data' / file}.jsonl"]
+        return collect(plan_so_far(load_study(HERE.parent / "configs" / "study_ablations.yaml", changes)))
     return json.loads((HERE / "data" / f"{file}.json").read_text(encoding="utf-8"))
 
 
