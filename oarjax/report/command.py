@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ def run(folder: Path, out: Path | None) -> None:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"report: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
     refuse_special(folder)
+    if out is None and not os.access(folder, os.W_OK):
+        raise ConfigError(f"report: {folder} cannot be written to; pass --out FILE to write the page elsewhere")
     make_console().print(f"report  {write_report(folder, out)}", markup=False)
 
 

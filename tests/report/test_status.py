@@ -9,6 +9,7 @@ import pytest
 
 from oarjax.cli import app
 from oarjax.errors import ConfigError
+from oarjax.report import command as report
 from oarjax.report.status import duration, run_status
 from oarjax.storage.manifest import notes_file
 
@@ -84,6 +85,14 @@ def test_a_finished_run(tmp_path):
 def test_no_run_is_an_error_that_says_what_to_give(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         run_status(tmp_path)
+
+
+def test_a_report_of_a_folder_that_is_only_read_goes_elsewhere(tmp_path, monkeypatch):
+    folder = run_folder(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to any
+    with pytest.raises(ConfigError, match=r"cannot be written to; pass --out FILE to write the page elsewhere"):
+        report.run(folder, None)
+    assert not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
