@@ -257,7 +257,8 @@ class LossConfig(Section):
     function: str | None = Field(
         default=None,
         description="custom loss, file.py:name or module:name, see oarjax.TokenLoss; of the fields "
-        "below, only settings, aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated apply",
+        "below, only settings, aggregation, mask_truncated, router_balance, off_policy.support and what makes the "
+        "reference's log-probs (kl_beta, kl_in, teacher, reference, reference_every) apply",
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
     surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"] = Field(

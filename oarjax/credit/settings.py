@@ -31,7 +31,7 @@ class ProbeSettings(Settings):
     mode: Literal["last", "answer_mean", "answer_joint"] = setting(
         "answer_mean",
         "outcome that the reasoning is credited for: the distribution at the answer's first token, its "
-        "mean over the answer, or the answer's log-probability",
+        "mean over the answer, or the mean log-probability of the answer's tokens",
     )
     warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting("last", "mode in the first warmup_iterations")
     warmup_iterations: Count = setting(0, "iterations that use warmup_mode")
