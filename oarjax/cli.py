@@ -429,8 +429,7 @@ def _fail(error: Exception) -> NoReturn:
 
     code = print_error(error)
     if peers := sys.modules.get("oarjax.system.peers"):  # else no others have been joined
-        stop = sys.modules.get("oarjax.storage.stop")
-        peers.leave_others(code, agreed=stop is not None and isinstance(error, stop.Stopped))
+        peers.leave_others(code, agreed=isinstance(error, UserError) and error.everywhere)
     _leave(code)
     sys.exit(code)
 

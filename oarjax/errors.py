@@ -9,6 +9,9 @@ class UserError(Exception):
     exit_code = 2
     """Exit code of a command that fails with it: 2 = fix something first, 75 = the same command may work later."""
 
+    everywhere = False
+    """True if every process of a run raises it at once: then none of them takes another for lost."""
+
 
 class ConfigError(UserError, ValueError):
     """Raised for a config that cannot run; the message lists every bad field with its path and the remedy."""

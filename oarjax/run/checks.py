@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 
+from oarjax.config.learning import GradingConfig
 from oarjax.config.outputs import CheckpointConfig, ReportConfig
 from oarjax.config.schema import Config
 from oarjax.credit.answer_text import check_pattern
@@ -25,12 +26,6 @@ def check_grading(cfg: Config) -> None:
         load_plugins(cfg.grading.plugins)
         find_rewards([r.name for r in cfg.grading.rewards], {r.name: r.settings for r in cfg.grading.rewards})
         reading = [r.name for r in cfg.grading.rewards if r.name in READ_ANSWERS]
-        names = [r.name for r in cfg.grading.rewards if calls_of(r.name) != "sample"]
-        if names and cfg.distributed.coordinator is not None:
-            raise ConfigError(
-                f"grading.rewards: {', '.join(names)} sees whole groups or batches, but each of several processes "
-                "grades a share of the rows; use rewards per sample there"
-            )
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
                 f"credit.answer.style: none, but the rewards {', '.join(reading)} read an answer; set the style of "
@@ -86,7 +81,14 @@ def check_lengths(cfg: Config, model: QwenConfig) -> None:
             )
 
 
-def check_failures(checkpoint: CheckpointConfig, *, processes: int) -> None:
-    """Reject ``on_failure: warn`` for several processes: they would wait for the process without its file."""
-    if processes > 1 and checkpoint.on_failure == "warn":
+def check_processes(checkpoint: CheckpointConfig, grading: GradingConfig, *, processes: int) -> None:
+    """Reject what several processes cannot do: go on where one lacks its file, and grade rows that another has."""
+    if processes == 1:
+        return
+    if checkpoint.on_failure == "warn":
         raise ConfigError(f"checkpoint.on_failure: warn needs a single process, got {processes}; set stop")
+    if names := [r.name for r in grading.rewards if calls_of(r.name) != "sample"]:
+        raise ConfigError(
+            f"grading.rewards: {', '.join(names)} sees whole groups or batches, but each of {processes} processes "
+            "grades a share of the rows; use rewards per sample there"
+        )

@@ -42,7 +42,7 @@ from oarjax.rollout.source import Source
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.apart import Apart, describe_mesh, learning_mesh, open_apart
-from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
+from oarjax.run.checks import check_grading, check_lengths, check_processes, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of, open_environments, written_turns
@@ -430,7 +430,7 @@ def open_run(
     choose_platform(cfg.device)
     run = Run(cfg, console, evaluates=evaluates)
     run.console.quiet = run.console.quiet or not run.first
-    check_failures(cfg.checkpoint, processes=jax.process_count())
+    check_processes(cfg.checkpoint, cfg.grading, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
     PEERS.link()
     check_custom(cfg)

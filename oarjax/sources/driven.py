@@ -296,7 +296,8 @@ def _closed(row: _DrivenRow) -> list[Turn]:
     *earlier, last = row.turns
     end = row.ended
     assert end is not None
-    finish = row.limit or ("error" if end.failed else last.finish)
+    failed = end.failed and (end.state is None or not row.limit)  # at a limit its task may call the refusal a failure
+    finish = "error" if failed else row.limit or last.finish
     state = None if end.state is None else json.dumps(end.state)
     # of those before, one that was cut at the request's own limit did not end the row
     earlier = [turn._replace(finish="stop") for turn in earlier]

@@ -182,7 +182,7 @@ def has_progress(folder: Path) -> bool:
     Raises:
         StorageError: the folder cannot be read, so it may hold such work.
     """
-    return any(any(_matches(folder, part)) for part in PROGRESS) or _counts_by_lines(folder)
+    return any(any(_matches(folder, part)) for part in PROGRESS) or counts_by_lines(folder)
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[Path]:
@@ -197,7 +197,7 @@ def _matches(folder: Path, pattern: str) -> Iterator[Path]:
             yield folder / name
 
 
-def _counts_by_lines(run: Path) -> bool:
+def counts_by_lines(run: Path) -> bool:
     """Return True if metrics.jsonl counts as progress: the run saves nothing else, or it has ended."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]

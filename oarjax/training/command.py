@@ -41,6 +41,7 @@ from oarjax.storage.folder import ID, claim, has_progress, locked, mend_id, put_
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
 from oarjax.system.background import Background
+from oarjax.system.devices import choose_platform
 from oarjax.system.peers import resumes
 from oarjax.system.processes import from_first, join_processes, only_first, peers_watched
 from oarjax.training.extension import check_longer
@@ -90,6 +91,7 @@ def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
         if path is not None and folder in Path(path).expanduser().absolute().parents:
             raise ConfigError(f"{name}: {path} lies in the run that --restart moves aside; set another run_dir=...")
     join_processes(**cfg.distributed.model_dump())
+    choose_platform(cfg.device)  # before anything asks JAX for the number of this process
     folders: list[Path | None] = []
     only_first(lambda: folders.append(put_aside(folder)))
     aside = next(iter(folders), None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from oarjax.errors import ConfigError
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.durable import exists
-from oarjax.storage.folder import has_progress, saved_config
+from oarjax.storage.folder import counts_by_lines, has_progress, saved_config
 
 
 def check_longer(folder: Path, iterations: int, *, extend: bool) -> None:
@@ -24,7 +24,7 @@ def check_longer(folder: Path, iterations: int, *, extend: bool) -> None:
             )
         return
     saved = saved_config(folder).iterations
-    if iterations > saved and exists(folder / "metrics.jsonl") and not finished(folder / "checkpoints"):
+    if iterations > saved and counts_by_lines(folder) and not finished(folder / "checkpoints"):
         raise ConfigError(
             f"iterations: expected {saved}, at which {folder} ended without a checkpoint, got {iterations}; set "
             f"another run_dir=..., or pass --restart to move it aside and train all {iterations}"

@@ -25,6 +25,8 @@ from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch
 class UnhealthyRun(UserError, RuntimeError):
     """Raised after too many skipped updates in a row: says where and why, and the command that replays it."""
 
+    everywhere = True
+
 
 class Health:
     """Watch iterations: pass it as their ``watch``, and call ``after`` once an iteration's files are written.

@@ -38,7 +38,7 @@ from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
 from oarjax.step.programs import make_optimizer
 from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
-from oarjax.storage.durable import Failures, read_lines, storage_errors
+from oarjax.storage.durable import Failures, StorageError, read_lines, storage_errors
 from oarjax.storage.folder import record_config, refuse_another_config
 from oarjax.storage.folder import run_id as saved_id
 from oarjax.storage.manifest import misplaced
@@ -242,14 +242,12 @@ class RunFiles:
         due = every > 0 and (best or iteration % every == 0 or iteration == self._run.cfg.iterations)
         if not (now or due):
             return
-        if best:
-            self._best = score
         with self._failures.handled():
-            if now:
-                self._checkpoints.settle()
-                # The first process wrote the manifest: others may not see it yet, and saving takes all of them.
-                if from_first(lambda: int(iteration in self._checkpoints.finished())):
-                    return
+            self._settle()
+        with self._failures.handled():
+            # The first process wrote the manifest: others may not see it yet, and saving takes all of them.
+            if now and from_first(lambda: int(iteration in self._checkpoints.finished())):
+                return
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {
                 "version": version("oarjax"),
@@ -260,14 +258,25 @@ class RunFiles:
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
             }
-            self._checkpoints.save(iteration, state, record, score=self._best if best else None)
+            self._checkpoints.save(iteration, state, record, score=score if best else None)
+            if best:
+                self._best = score
             if now:
-                self._checkpoints.settle()
-        oldest = min(self._checkpoints.finished(), default=0)
+                self._settle()
+        newest = sorted(self._checkpoints.finished())[-self._cfg.keep :]  # the best one may be from long ago
+        oldest = min(newest, default=0)
         rollouts = None if self._cfg.rollouts == "all" else self._rollouts
         for records in filter(None, (self._verdicts, rollouts)):
             with self._failures.handled(), storage_errors(self._folder):
                 records.prune(oldest)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written; if it fails, the best is one that was written."""
+        try:
+            self._checkpoints.settle()
+        except StorageError:
+            self._best = max(self._checkpoints.scores().values(), default=-math.inf)
+            raise
 
     def _check_base(self, commit: str | None) -> None:
         """Refuse adapters whose base weights have changed since the run began."""

@@ -59,12 +59,15 @@ class Driver:
             self.told[name].append((choice["token_ids"], logps))
             return choice["token_ids"]
 
-        reward, failed = 0.0, ""
+        reward, failed, state = 0.0, "", {"rewards": {"r": 0.0}}
         try:
             reward = self._plays(ask, task)
+            state["rewards"]["r"] = reward
         except urllib.error.HTTPError as error:
             failed = json.loads(error.read())["error"]["message"]
-        self._ended(Ended(name, reward, failed, {"rewards": {"r": reward}}))
+        except OSError as error:  # of a judge, say
+            failed, state = f"{error}", None
+        self._ended(Ended(name, reward, failed, state))
 
 
 def two_turns(ask, task):
@@ -140,10 +143,16 @@ def test_what_a_program_may_do_wrong_costs_its_episode_alone(made):
         while True:
             row = [*row, *ask(row), 7]
 
+    def unjudged(ask, prompt):
+        try:
+            go_on(ask, prompt)
+        except urllib.error.HTTPError:  # the limit
+            raise OSError("the judge is gone") from None
+
     def never(ask, prompt):
         pass
 
-    wrongs = [fork, hot, hang, go_on, never]
+    wrongs = [fork, hot, hang, go_on, never, unjudged]
     numbers = iter(range(100))
     lock, kinds = threading.Lock(), {}
 
@@ -158,7 +167,7 @@ def test_what_a_program_may_do_wrong_costs_its_episode_alone(made):
     failed = dict(zip(driver.told, rollout.origin.failed.tolist()))
     kinds = dict(zip(driver.told, (kinds[n] for n in range(len(kinds)))))
     for name, kind in kinds.items():
-        assert failed[name] == (kind in (fork, hot, hang)), kind
+        assert failed[name] == (kind in (fork, hot, hang, unjudged)), kind
         assert len(driver.told[name]) == {fork: 1, hot: 0, hang: 1, never: 0}.get(kind, len(driver.told[name]))
         assert (name in driver.cancelled) == (kind in (fork, hot, hang))
     for b, kind in enumerate(kinds.values()):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from oarjax.errors import ConfigError
@@ -122,6 +123,7 @@ def test_files_are_read_once_and_again_after_any_change(tmp_path, monkeypatch):
 
 
 def test_the_machine_has_its_versions_and_threads(monkeypatch):
+    jax.devices()  # XLA ends a process that starts it with a flag that it does not know
     monkeypatch.setenv("XLA_FLAGS", "--some")
     monkeypatch.setenv("NPROC", "7")
     found = machine_inputs(cpu=True)

@@ -11,7 +11,8 @@ import pytest
 
 from oarjax.config.loading import parse_config
 from oarjax.errors import ConfigError
-from oarjax.run.checks import check_failures
+from oarjax.grading.rewards import reward
+from oarjax.run.checks import check_processes
 from oarjax.system import processes
 from oarjax.system.devices import DeviceError
 from oarjax.system.processes import join_processes, pod_hosts
@@ -193,13 +194,19 @@ def test_grades_of_all_shares(monkeypatch):
     assert together.notes == ["\ud800 \u2028", "t", ""]
 
 
-def test_several_processes_stop_where_one_cannot_write():
+def test_several_processes_stop_where_one_cannot_write_and_grade_rows_alone():
+    """Whatever joined them: on a pod no field of the config says that there are several."""
     tree = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "s"}}}
     cfg = parse_config(tree | {"checkpoint": {"on_failure": "warn"}})
-    check_failures(cfg.checkpoint, processes=1)
+    check_processes(cfg.checkpoint, cfg.grading, processes=1)
     with pytest.raises(ConfigError, match=r"checkpoint.on_failure: warn needs a single process, got 2; set stop"):
-        check_failures(cfg.checkpoint, processes=2)
-    check_failures(parse_config(tree).checkpoint, processes=2)
+        check_processes(cfg.checkpoint, cfg.grading, processes=2)
+    check_processes(cfg.checkpoint.model_copy(update={"on_failure": "stop"}), cfg.grading, processes=2)
+    reward("of_groups", per="group")(len)
+    wide = parse_config(tree | {"grading": {"rewards": [{"name": "of_groups"}]}})
+    check_processes(wide.checkpoint, wide.grading, processes=1)
+    with pytest.raises(ConfigError, match=r"of_groups sees whole groups or batches, but each of 4 processes"):
+        check_processes(wide.checkpoint, wide.grading, processes=4)
 
 
 def test_a_lost_process_is_said_in_a_sentence(monkeypatch):

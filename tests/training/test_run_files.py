@@ -16,10 +16,15 @@ import oarjax.training.command
 from oarjax.config.loading import load_config, parse_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import ConfigError
+from oarjax.grading.recorded import RecordedGrader
 from oarjax.storage import folder as run_folder
+from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import Lines, StorageError, read_lines, write_durably
+from oarjax.storage.folder import has_progress
 from oarjax.storage.manifest import read_manifest, write_manifest
+from oarjax.storage.stop import Stop, Stopped
 from oarjax.training import run_files
+from oarjax.training.extension import check_longer
 from oarjax.training.run_files import RunFiles
 
 
@@ -109,6 +114,37 @@ def test_nothing_is_extended_where_nothing_was_kept(run, config, nothing_compile
     with pytest.raises(ConfigError, match="iterations: expected 2, at which run ended without a checkpoint, got 3"):
         fakes.command(config(iterations=3))
     assert (run / "metrics.jsonl").exists()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))  # killed before its first checkpoint
+    (run / "start").mkdir(exist_ok=True)
+    assert has_progress(run)
+    check_longer(run, 3, extend=True)
+
+
+def test_a_checkpoint_that_fails_costs_no_other(config, monkeypatch):
+    """It fails in the background, and is told when the next one is due."""
+    settle, told = Checkpoints.settle, []
+
+    def fails_once(self, **how):
+        settle(self, **how)
+        if self.newest() == 1 and not told:
+            told.append(1)
+            raise StorageError("the disk is full")
+
+    monkeypatch.setattr(Checkpoints, "settle", fails_once)
+    *_, checkpoints, _, _, _ = fakes.command(config(checkpoint={"every": 1, "on_failure": "warn"}))
+    assert told
+    assert "000002" in checkpoints
+
+
+def test_verdicts_are_kept_for_the_newest_checkpoints_alone(config, monkeypatch):
+    """The best checkpoint, from long ago, would keep those of every later iteration."""
+    pruned = []
+    monkeypatch.setattr(Checkpoints, "best", lambda self: 1)
+    monkeypatch.setattr(RecordedGrader, "prune", lambda self, before: pruned.append(before))
+    *_, checkpoints, _, _, _ = fakes.command(config(iterations=4, checkpoint={"every": 1, "keep": 1}))
+    assert [name for name in checkpoints if name.startswith("0")] == ["000001", "000004"]
+    assert pruned[-1] >= 3  # the last one is written in the background
 
 
 def test_files_are_cut_to_what_the_checkpoint_knows(run, config):
@@ -252,6 +288,23 @@ def test_scores_of_two_metrics_are_not_compared(run, config, monkeypatch):
     assert said == [
         "checkpoint.best changed from maj_at_k to pass_at_1: earlier scores do not count for the best checkpoint"
     ]
+
+
+def test_a_stop_in_the_last_step_of_a_warm_start_saves_it(config, monkeypatch):
+    whole, steps = fakes.fake_sft_steps, []
+
+    def counted(log, *args, **kwargs):
+        update = whole(log, *args, **kwargs).update
+        return SimpleNamespace(update=lambda *given: (steps.append(1), update(*given))[1])
+
+    monkeypatch.setattr(fakes, "fake_sft_steps", counted)
+    sft = config(sft=fakes.BASE["sft"] | {"steps": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "asked", lambda self: len(steps) == 3)
+        with pytest.raises(Stopped):
+            fakes.command(sft)
+    fakes.command(sft)
+    assert len(steps) == 3
 
 
 def test_a_warm_start_of_another_config_is_refused(config, tmp_path, monkeypatch):
