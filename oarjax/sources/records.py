@@ -200,10 +200,11 @@ class RecordedSource:
         requests, problems = batch.requests, np.repeat(np.asarray(batch.prompts.problem), batch.group_size)
         recorded = self._records.known(batch, requests)
         turns = {b: turn_of(line) for b, line in recorded.lines.items()}
+        again = report if self._source.together or is_first() else None  # who was told of them when they were drawn
         missing_rows = np.setdiff1d(np.arange(len(requests)), list(turns))
         if recorded.spent is not None and not len(missing_rows):
             self._spent = self._spent.plus(recorded.spent)
-            _report_again(batch, recorded, turns, report)
+            _report_again(batch, recorded, turns, again)
             return [turns[b] for b in sorted(turns)]
         numbers = {b: line["report"] for b, line in recorded.lines.items()}
         number, written_rows = count(1 + max((n for n in numbers.values() if n is not None), default=-1)), set[int]()
@@ -224,7 +225,7 @@ class RecordedSource:
             numbers.clear()
             number = count()
         else:
-            _report_again(batch, recorded, turns, report)
+            _report_again(batch, recorded, turns, again)
         new_turns = self._source.draw(batch, keep, rows=missing_rows)
         spent = self._source.spent()
         if turns and not self._source.together:

@@ -115,7 +115,7 @@ def reports(source, batch):
 
 
 @pytest.mark.parametrize("kind", [Rows, Together])
-def test_turns_come_back_bit_for_bit_and_are_reported_as_before(recorded, kind):
+def test_turns_come_back_bit_for_bit_and_are_reported_as_before(recorded, kind, monkeypatch):
     source, _ = recorded(kind())
     first, again = reports(source, batch()), reports(source, batch(attempt=1))  # a refill
     spent = source.spent()
@@ -126,6 +126,10 @@ def test_turns_come_back_bit_for_bit_and_are_reported_as_before(recorded, kind):
         assert seen == before[1]
     assert repeated.spent() == spent
     assert (repeated._source.asked, said) == ([], [])
+    known = repeated._records.known(batch(), batch().requests)
+    monkeypatch.setattr(Records, "known", lambda *_: known)
+    monkeypatch.setattr(module, "is_first", lambda: False)  # where an engine's rows are not told as they come
+    assert bool(reports(repeated, batch())[1]) == kind.together
 
 
 def test_only_missing_rows_are_drawn(recorded):
