@@ -127,12 +127,15 @@ def compared(study: StudyConfig, results: dict[str, Any], measured: Measured, ax
     parts = ["Areas paired by seed, Student's t, adjusted by Holm over these comparisons:\n"]
     parts.append(table(primaries_table(results["primaries"])))
     rows = [["arm", "seeds", "final pass@1", "median", "area", "median", "runs that end below their start"]]
+    first = study.against[0]
+    rows[0].append(f"FLOPs over those of {first}")
     for name, runs in measured.items():
         ends, areas = ([100 * getattr(run, part) for run in runs.values()] for part in ("final", "area"))
         worse = sum(run.final < run.curve[0][1] for run in runs.values())
         arm = results["arms"][name]
         shares = [share(arm["final"]), f"{np.median(ends):.1f}%", share(arm["area"]), f"{np.median(areas):.1f}%"]
-        rows.append([name, str(len(runs)), *shares, str(worse)])
+        dearer = np.median([run.flops / measured[first][seed].flops for seed, run in runs.items()])
+        rows.append([name, str(len(runs)), *shares, str(worse), f"{dearer:.1f}"])
     parts.append(table(rows))
     for baseline in study.against:
         rows = [["arm", *axes]]

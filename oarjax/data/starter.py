@@ -36,7 +36,8 @@ BASE = "gsm8k_qwen2.5-0.5b"
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
 """Share and maximum number of prompts that are held out for evaluations."""
 
-OPTIONS = {".source": "init --data", ".prompt_field": "--columns", ".answer_field": "--columns"}
+BOTH = ".prompt_field and init --data.answer_field"
+OPTIONS = {".source": "init --data", BOTH: "--columns", ".prompt_field": "--columns", ".answer_field": "--columns"}
 """Fields of a dataset's config, and the command's options in their place."""
 
 FAR_LONGER = 4
@@ -150,7 +151,7 @@ def _options_named() -> Iterator[None]:
         text = str(error)
         for field, option in OPTIONS.items():
             text = text.replace(f"init --data{field}", option)
-        raise DataError(text.replace("--columns and --columns", "--columns")) from error
+        raise DataError(text) from error
 
 
 def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Iterator[str]:

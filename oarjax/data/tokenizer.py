@@ -181,11 +181,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     except Exception as error:  # tokenizers raises bare Exceptions
         unknown_letters = [letter for letter in dict.fromkeys(text) if not _known(tokenizer, letter)]
         cause = f"its vocabulary lacks {', '.join(map(repr, unknown_letters[:10]))}" if unknown_letters else str(error)
+        cause += "; change the text, or use a policy whose tokenizer can"
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             cause = "it contains half of a surrogate pair, which is not a character; correct the text, or leave it out"
-        raise TextError(
-            f"the tokenizer cannot encode {_short(text)}: {cause}; change the text, or use a policy whose tokenizer can"
-        ) from None
+        raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
 
 
 def _known(tokenizer: PreTrainedTokenizerFast, letter: str) -> bool:

@@ -190,7 +190,7 @@ class RunFiles:
         if self._verdicts is not None:
             self._verdicts.begin(iteration)
         with self._failures.handled():
-            self._checkpoints.settle(wait=False)
+            self._settle(wait=False)
 
     def write(self, iteration: int, metrics: Metrics, rows: list[CompletionRow]) -> None:
         with self._failures.handled():
@@ -270,10 +270,10 @@ class RunFiles:
             with self._failures.handled(), storage_errors(self._folder):
                 records.prune(oldest)
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint that is being written; if it fails, the best is one that was written."""
+    def _settle(self, *, wait: bool = True) -> None:
+        """Settle the checkpoint that is being written; if it failed, the best is one that was written."""
         try:
-            self._checkpoints.settle()
+            self._checkpoints.settle(wait=wait)
         except StorageError:
             self._best = max(self._checkpoints.scores().values(), default=-math.inf)
             raise

@@ -98,8 +98,7 @@ def warm_start(run: Run, params: Params, stop: Stop, *, on_step: Callable[[], ob
                 progress.update(number, values | {"tok/s": tokens / spent})
                 tokens, since = 0, time.perf_counter()
             stopping = stop.asked()
-            due = number < cfg.steps and saving.warm_start and number % saving.warm_start == 0
-            if due or (stopping and saving.warm_start):
+            if saving.warm_start and (stopping or (number % saving.warm_start == 0 and number < cfg.steps)):
                 with failures.handled():
                     record = {"version": version("oarjax"), "config": run.cfg.model_dump(mode="json")}
                     checkpoints.save(number, state, {**record, "data": stream.state()})

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +136,27 @@ def test_a_checkpoint_that_fails_costs_no_other(config, monkeypatch):
     *_, checkpoints, _, _, _ = fakes.command(config(checkpoint={"every": 1, "on_failure": "warn"}))
     assert told
     assert "000002" in checkpoints
+
+
+def test_the_best_checkpoint_is_one_that_was_written(config, monkeypatch):
+    """A failure that shows when the next iteration begins takes its score with it."""
+    best, begin = [], RunFiles.begin
+
+    def scored(self, iteration):
+        self._best = 0.8
+        begin(self, iteration)
+        best.append(self._best)
+
+    def fails_in_the_second(self, *, wait=True):
+        if not wait and best:
+            raise StorageError("the disk is full")
+
+    monkeypatch.setattr(RunFiles, "begin", scored)
+    monkeypatch.setattr(Checkpoints, "settle", fails_in_the_second)
+    monkeypatch.setattr(Checkpoints, "scores", lambda self: {})
+    monkeypatch.setattr(Checkpoints, "save", lambda self, *given, score: None)
+    fakes.command(config(checkpoint={"every": 1, "on_failure": "warn"}))
+    assert best == [0.8, -math.inf]
 
 
 def test_verdicts_are_kept_for_the_newest_checkpoints_alone(config, monkeypatch):
