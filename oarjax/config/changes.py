@@ -46,7 +46,7 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def explain(error: Any, root: type[Any]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "config"
-    got = f"got {error['input']!r:.200}"
+    got = f"got {in_yaml(error['input']):.200}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         section = _section_at(error["loc"][:-1], root)
         accepted = sorted(fields_of(section))
@@ -72,6 +72,11 @@ def explain(error: Any, root: type[Any]) -> str:
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return f"  {path}: expected text, {got}; write it in quotes"
     return f"  {path}: {error['msg']}, {got}"
+
+
+def in_yaml(value: object) -> str:
+    """Return a value as a config spells it: null and true, where Python has None and True; all else as Python does."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _section_at(places: tuple[str | int, ...], root: type[Any]) -> Any:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import weight_table
+from oarjax.storage.manifest import MANIFEST
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
@@ -47,9 +48,12 @@ def read_fields(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, or not a JSON object.
     """
-    fields = _json(
-        folder / "config.json", missing=f"{folder}: no config.json; expected a Hugging Face checkpoint folder"
-    )
+    missing = f"{folder}: no config.json; expected a Hugging Face checkpoint folder"
+    if (folder / "config.yaml").is_file():
+        missing += f"; it is a run's folder, whose policies are {folder}/export and {folder}/start, once they are there"
+    elif (folder / MANIFEST).is_file():
+        missing += f"; it is a run's checkpoint, of which oarjax export {folder} FOLDER makes one"
+    fields = _json(folder / "config.json", missing=missing)
     if not isinstance(fields, dict):
         raise CheckpointError(f"{folder}/config.json: expected an object, got {type(fields).__name__}; fetch it again")
     return fields

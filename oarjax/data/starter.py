@@ -189,13 +189,21 @@ def _beyond(sft: SFTConfig | None, problems: Sequence[Problem]) -> Iterator[str]
             f"{mismatches} of {len(problems)} prompts do not have {terms} numbers, all that the warm start shows: set "
             "sft.data.arithmetic.terms to yours, or give sft.data solutions of yours where they differ"
         )
-    within = {str(number) for number in range(highest + 1)}
-    outside = sum(p.reference.strip() not in within for p in problems if p.answer.strip().lower() not in MISSING)
+    outside = sum(not _shown(p.reference, highest) for p in problems if p.answer.strip().lower() not in MISSING)
     if outside:
         yield (
             f"{outside} of {len(problems)} answers are not numbers from 0 to {highest}, all that the warm start shows: "
             f"raise sft.data.arithmetic.highest, or give sft.data solutions of yours"
         )
+
+
+def _shown(answer: str, highest: int) -> bool:
+    """Return whether an answer is a whole number from 0 to ``highest``, however written: 4.0 is 4."""
+    try:
+        value = float(answer)
+    except ValueError:
+        return False
+    return value.is_integer() and 0 <= value <= highest
 
 
 _HEAD = """# Train {policy} on {source}; all that is not about data is from {base}.

@@ -39,25 +39,26 @@ def run(folder: Path, out: Path | None) -> None:
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write a run's page from the files that are there; return its path."""
     cfg = saved_config(folder)
-    if out is None:
-        out = folder / "report.html"
-        with storage_errors(out):
-            out.unlink(missing_ok=True)  # it may be somebody else's link
-    summary = folder / "summary.json"
     compare = compare_command(folder, cfg.credit.method, held_out=cfg.data.eval is not None)
-    with storage_errors(out):
+    summary = read_summary(folder / "summary.json")
+    records, completions = read_metrics(folder / "metrics.jsonl"), read_completions(folder / "completions.jsonl")
+    groups, facts = read_shown(folder), _facts(folder) | ({"compare with GRPO": compare} if compare else {})
+    path = folder / "report.html" if out is None else out
+    with storage_errors(path):
+        if out is None:
+            path.unlink(missing_ok=True)  # it may be somebody else's link
         write_page(
-            out,
+            path,
             title=folder.absolute().name,
-            summary=read_summary(summary) if summary.is_file() else [],
+            summary=summary,
             method=cfg.credit.label,
-            records=read_metrics(folder / "metrics.jsonl"),
-            completions=read_completions(folder / "completions.jsonl"),
-            groups=read_shown(folder),
+            records=records,
+            completions=completions,
+            groups=groups,
             config=cfg.model_dump(mode="json"),
-            facts=_facts(folder) | ({"compare with GRPO": compare} if compare else {}),
+            facts=facts,
         )
-    return out
+    return path
 
 
 def compare_command(folder: Path, method: str, *, held_out: bool) -> str | None:

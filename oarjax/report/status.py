@@ -16,9 +16,9 @@ from rich.table import Table
 
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
-from oarjax.storage.durable import DamagedError, cannot_read, refuse_special
+from oarjax.storage.durable import DamagedError, cannot_read, names_in, refuse_special
 from oarjax.storage.folder import LOCK, lock_holder
-from oarjax.storage.manifest import notes_file
+from oarjax.storage.manifest import MANIFEST
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10
@@ -172,8 +172,5 @@ def _devices(folder: Path) -> tuple[int, str] | None:
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
-    try:
-        newest = json.loads(notes_file(folder).read_text(encoding="utf-8"))["newest"]
-        return int(newest)
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    sealed = (name for name in names_in(folder) if name.isdecimal() and (folder / name / MANIFEST).is_file())
+    return max(map(int, sealed), default=None)

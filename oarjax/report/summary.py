@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +19,7 @@ from rich.text import Text
 
 from oarjax.report.files import visible
 from oarjax.stats import clustered_share_interval, mean_interval, paired_difference
+from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.system.json import number, to_json
 
 NOTE = (
@@ -137,11 +140,35 @@ def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
 
 
 def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:
-    """Write the table as JSON: {"note": ..., "rows": [fields of SummaryRow]}; null for a number that is not finite."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json({"note": NOTE, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    """Write the table as JSON: {"note": ..., "rows": [fields of SummaryRow]}; null for a number that is not finite.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, to_json({"note": NOTE, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 def read_summary(path: Path) -> list[SummaryRow]:
-    rows = json.loads(path.read_text())["rows"]
-    return [SummaryRow(**{field.name: row[field.name] for field in fields(SummaryRow)}) for row in rows]
+    """Read the table back; no rows without a file.
+
+    Raises:
+        DamagedError: the file is not what a run wrote.
+        StorageError: it cannot be read.
+    """
+    try:
+        return [_row(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not what a run wrote ({error}); put a good copy there, or remove it") from None
+
+
+def _row(saved: Mapping[str, Any]) -> SummaryRow:
+    values = {field.name: saved[field.name] for field in fields(SummaryRow)}
+    for name in ("pass_at_1", "low", "high"):  # null where no answer was graded
+        values[name] = number(values[name])
+    return TypeAdapter(SummaryRow).validate_python(values)

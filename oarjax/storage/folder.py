@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from oarjax.config.changes import in_yaml
 from oarjax.config.loading import parse_config, read_tree
 from oarjax.config.schema import Config
 from oarjax.config.section import flatten
@@ -141,7 +142,7 @@ def differences(before: Mapping[str, Any], cfg: Config, *, extend: bool = False)
         longer = allowed and name == "iterations" and current[name] > saved.get(name, 0)
         kind = result.harmless if name.startswith((*HARMLESS, *unread)) else result.refused
         kind = result.rounding if longer or name.startswith(ROUNDING) else kind
-        kind.append(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}")
+        kind.append(f"{name} was {in_yaml(saved.get(name))}, is {in_yaml(current.get(name))}")
     return result
 
 

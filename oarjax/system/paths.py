@@ -29,6 +29,8 @@ def open_no_link(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[
 
 def path_problem(text: str) -> str | None:
     """Describe why a text is no path on this machine, with the remedy; None if it may be one."""
+    if not text.strip():
+        return f"{text!r:.20} names nothing, as an unset variable of a shell does; set a path"
     if match := ADDRESS.match(text):
         bucket = match[2] if match[1] == "gs" and match[2] else "BUCKET"
         mounted = f"gcsfuse --implicit-dirs {bucket} ~/{bucket}"

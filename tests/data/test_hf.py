@@ -246,6 +246,12 @@ def test_unsupported_models_are_refused_with_no_weights_there(kind, fields, tmp_
 def test_where_there_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config.json; expected a Hugging Face checkpoint folder"):
         read_config(tmp_path)
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(CheckpointError, match=rf"run's checkpoint, of which oarjax export {tmp_path} FOLDER makes one"):
+        read_config(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=rf"a run's folder, whose policies are {tmp_path}/export and "):
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
         read_config(tmp_path)

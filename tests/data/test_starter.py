@@ -40,7 +40,7 @@ def test_a_config_of_ones_own_data(tmp_path):
 
 
 def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
-    rows = ["question,answer", "9-9=,0", "9-2=,7", "9+1=,10", "1-2=,-1"]
+    rows = ["question,answer", "9-9=,0.0", "9-2=,7", "9+1=,10", "1-2=,-1"]
     (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")
     said = write_config("sums.csv", base="demo").message()
     assert "2 of 4 answers are not numbers from 0 to 9" in said

@@ -383,6 +383,7 @@ def test_a_run_whose_answers_were_not_graded_still_has_a_summary(tmp_path):
     assert cells[:3] == ["last", "n/a", ""]
     write_summary(tmp_path / "summary.json", rows)
     assert json.loads((tmp_path / "summary.json").read_text())["rows"][1]["pass_at_1"] is None
+    assert summary_cells(read_summary(tmp_path / "summary.json")) == summary_cells(rows)
     single = summarise("one problem", np.array([1.0]), baseline=np.array([0.0]))
     assert summary_cells([single])[1][0][2] == "+100.0"
 

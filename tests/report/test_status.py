@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from oarjax.cli import app
 from oarjax.errors import ConfigError
 from oarjax.report import command as report
 from oarjax.report.status import duration, run_status
-from oarjax.storage.manifest import notes_file
+from oarjax.storage.durable import DamagedError
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_folder(tmp_path, records=(), **files):
@@ -34,7 +37,11 @@ def test_a_run_in_the_middle(tmp_path):
         line(3, reward=1.0, pass_at_1=0.5, skipped_in_a_row=2.0, **{"seconds/total": 20.0}),
     ]
     machine = '{"inputs": {"device/count": "64", "device/kind": "TPU v5 lite"}}'
-    s = run_status(run_folder(tmp_path, records, checkpoints='{"newest": 2}', inputs=machine), now=163.0)
+    for name in ("000001", "000002", "000003"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "000003":  # which is still being written
+            (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    s = run_status(run_folder(tmp_path, records, checkpoints="cut", inputs=machine), now=163.0)
     assert (s.devices, s.device_hours) == ("64 x TPU v5 lite", 64 * 120 / 3600)
     (tmp_path / "inputs.json").write_text("{}")
     assert run_status(tmp_path).device_hours is None
@@ -55,9 +62,9 @@ def test_a_run_that_has_only_begun(tmp_path):
     )
     with (tmp_path / "config.yaml").open("a") as file:
         file.write("sft: {steps: 250}\n")
-    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "100").mkdir(parents=True)
     assert run_status(tmp_path).state == "warm start, 0 of 250 steps saved"
-    notes_file(tmp_path / "sft").write_text('{"newest": 100}')
+    (tmp_path / "sft" / "100" / "manifest.json").touch()
     assert run_status(tmp_path).state == "warm start, 100 of 250 steps saved"
 
 
@@ -93,6 +100,19 @@ def test_a_report_of_a_folder_that_is_only_read_goes_elsewhere(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"cannot be written to; pass --out FILE to write the page elsewhere"):
         report.run(folder, None)
     assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": [{}]}', '{"rows": [{"name": 3}]}', '{"rows": 1}'])
+def test_a_damaged_file_leaves_the_page_as_it_was(tmp_path, text):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text((ROOT / "configs" / "demo.yaml").read_text())
+    report.run(folder, None)
+    before = (folder / "report.html").read_text()
+    (folder / "summary.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"summary.json is not what a run wrote .* put a good copy there, or remove"):
+        report.run(folder, None)
+    assert (folder / "report.html").read_text() == before
 
 
 @pytest.mark.parametrize(
