@@ -45,12 +45,7 @@ NAMES = {"truth": "truth, through OAR's gate", "truth, level": "truth, gate by l
 """What the page of results calls arms whose names say too little there."""
 ABLATIONS = {
     "ablations_forks": [],
-    "ablations_demo": [
-        "base=demo.yaml",
-        "base.optim.lr=1e-4",
-        "run_dir=runs/ablations-demo",
-        "sweep.seeds=[4, 5, 6, 7, 8, 9]",
-    ],
+    "ablations_demo": ["base=demo.yaml", "base.optim.lr=1e-4", "run_dir=runs/ablations-demo"],
 }
 """Of study_ablations, which is kept as records of its runs: overrides of each task."""
 

@@ -3,8 +3,9 @@
 python docs/make_race2.py            rewrites the tables between the page's marks
 python docs/make_race2.py --print    prints them instead
 
-All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run, and from
-docs/data/values_*.json, the "values" of the credit.json that oarjax credit writes with lab.continuations.
+All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run, from
+docs/data/values_*.json, the "values" of the credit.json that oarjax credit writes with lab.continuations, and from
+docs/data/soft_gap.json, that metric by seed and iteration.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ whose |Q - V| exceeds two standard errors. First and second writings of echo's c
 package gives: whoever knows the task takes them.
 """
 
+GAPS = """### Is the soft reward unbiased?
+
+`soft_gap`, the mean of p less R, in points: soft reward 32x1 on seeds that confirm (of copy, echo and uneven on six),
+each from its warm start and at the race's rate, over the second half of the iterations.
+"""
+
 
 def main() -> None:
     """Write the tables, or print them."""
@@ -102,7 +109,7 @@ def tables() -> str:
                 measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
                 axes[task], splits[task] = axes_of(measured), best_split(results["choose"])
                 parts += compared(study, results, measured, axes[task])
-    return "\n".join([*parts, CRITERIA, *judged(axes, splits), VALUED, valued()])
+    return "\n".join([*parts, CRITERIA, *judged(axes, splits), VALUED, valued(), GAPS, gaps_table()])
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:
@@ -231,6 +238,17 @@ def valued() -> str:
             shares = ", ".join(f"{count} {name}" for name, count in places.items() if name != "of")
             notes.append(f"The places of {places['of']} on {task} are {shares}.\n")
     return "\n".join([table(rows), *notes])
+
+
+def gaps_table() -> str:
+    """Return the mean of p - R over seeds by task, with Student's interval."""
+    rows = [["task", "rate", "seeds", "p less R"]]
+    for task, runs in json.loads((HERE / "data" / "soft_gap.json").read_text(encoding="utf-8")).items():
+        late = [np.mean(gaps[len(gaps) // 2 :]) for gaps in runs["soft_gap"].values()]
+        found = mean_interval(100 * np.array(late))
+        shown = f"{found.mean:+.1f} ({found.low:+.1f} to {found.high:+.1f})"
+        rows.append([task, f"{runs['rate']:g}", str(len(late)), shown])
+    return table(rows)
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:
