@@ -52,6 +52,11 @@ VARIANTS = {  # name: config, changes and phase
     "8b-long-grpo": ("qwen3-8b_long_v5p-64", "credit.method=uniform", "update"),
     "8b-32k": ("qwen3-8b_long_v5p-64", "rollout.max_new=32256 policy.remat=full", "fused"),
     "8b-32k-grpo": ("qwen3-8b_long_v5p-64", "rollout.max_new=32256 policy.remat=full credit.method=uniform", "update"),
+    "8b-32k-sample": ("qwen3-8b_long_v5p-64", "rollout.max_new=32256 rollout.slots=256", "sample"),
+    "7b-8k": ("qwen2.5-7b_v5p-32", "rollout.max_new=7680 update.microbatch=32", "fused"),
+    "7b-8k-grpo": ("qwen2.5-7b_v5p-32", "rollout.max_new=7680 update.microbatch=32 credit.method=uniform", "update"),
+    "7b-8k-sample": ("qwen2.5-7b_v5p-32", "rollout.max_new=7680 rollout.slots=512", "sample"),
+    "7b-v5e-2x32": ("qwen2.5-7b_v5e-64", "mesh.data=2 mesh.fsdp=32", "fused"),
     "7b-v5p-shared": ("qwen2.5-7b_v5p-32", "update.prompt_rows=4", "fused"),
 }
 CACHE, TIMEOUT = "~/.cache/oarjax/tools/plan", 3600
