@@ -3,6 +3,9 @@
 git worktree add ../before fe2bcd7
 python docs/make_before.py ../before            8 draws of each; all figures of the file anew
 python docs/make_before.py ../before --draws 2  fewer
+python docs/make_before.py ../before --plans qwen3-4b_v6e-16 ...
+    compiles that commit's programs of scores and update for the slices of these configs, minutes each, counts them as
+    docs/make_plans.py counts today's, and adds the compiler's seconds to docs/data/plans_before.json
 
 One process runs this tree, another the earlier one, in turn on the same draws; a run in which a program was compiled is
 repeated, and completions of other lengths are refused. Alone on the machine it takes a quarter of an hour.
@@ -11,6 +14,7 @@ repeated, and completions of other lengths are refused. Alone on the machine it 
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib.util
 import json
 import os
@@ -26,13 +30,29 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-OUT = HERE / "data" / "bench_before.json"
+OUT, PLANS = HERE / "data" / "bench_before.json", HERE / "data" / "plans_before.json"
+CACHE = Path("~/.cache/oarjax/tools/plan").expanduser()
 LONG = {"prompt_tokens": 192, "max_new": 256, "group_size": 8}
 SHAPES = {
     "W8": "64 rows, prompts of 64 tokens, completions of up to 512",
     "W10": "16 prompts x 4, prompts of 64 tokens, completions of up to 512",
     "W11": "8 prompts x 8, prompts of 192 tokens, completions of up to 256",
 }
+COMPILE = """
+import json, sys
+from oarjax.config import load_config
+from oarjax.plan.architecture import architecture_fields
+from oarjax.plan.command import compile_apart, topology_of
+from oarjax.plan.programs import shapes_of
+
+config, phase, cache = sys.argv[1:]
+cfg = load_config(config)
+job = {"config": cfg.model_dump(mode="json"), "fields": architecture_fields(cfg.policy.path), "options": {}}
+job |= {"topology": topology_of(cfg, None).name, "slices": max(cfg.mesh.slice, 1), "phase": phase, "method": None}
+result = compile_apart(job | {"cache": cache}, timeout=7200)
+print(json.dumps(result | {"name": phase, "shapes": shapes_of(cfg)._asdict()}))
+"""
+"""What compiles a phase by the names that the earlier commit has."""
 WORKS = ("W8", "W10 GRPO", "W10 OAR-G", "W11 GRPO", "W11 OAR-G")
 
 
@@ -48,10 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("before", type=Path, help="the earlier commit's tree")
     parser.add_argument("--draws", type=int, default=8, help="of each work")
+    parser.add_argument("--plans", nargs="+", metavar="CONFIG", help="count the plans of these instead")
     parser.add_argument("--serve", action="store_true", help="time what standard input names, in this process")
     options = parser.parse_args()
     if options.serve:
         serve()
+        return
+    if options.plans:
+        for name in options.plans:
+            add_plan(options.before.resolve(), f"configs/{name}.yaml")
         return
     trees = {"before": options.before.resolve(), "now": HERE.parent}
     load = os.getloadavg()
@@ -77,6 +102,35 @@ def main() -> None:
     OUT.write_text(
         json.dumps(made | {"load_after": os.getloadavg(), "works": works}, indent=1) + "\n", encoding="utf-8"
     )
+
+
+def add_plan(tree: Path, config: str) -> None:
+    """Add the compiler's seconds of an earlier tree's scores and update of a config to the plans beside ours."""
+    from oarjax.config.loading import load_config
+    from oarjax.models.qwen_config import QwenConfig
+    from oarjax.tools.plan.architecture import architecture_fields
+    from oarjax.tools.plan.command import topology_of
+    from oarjax.tools.plan.programs import LargestShapes
+    from oarjax.tools.plan.sums import count, phase_of
+
+    plans, cfg = json.loads(PLANS.read_text(encoding="utf-8")), load_config(HERE.parent / config)
+    model, where = QwenConfig.from_hf(architecture_fields(cfg.policy.path)), topology_of(cfg.plan.topology)
+    for phase in plans[config].keys() - {"sample"}:
+        known = plans[config][phase]
+        command = [sys.executable, "-c", COMPILE, config, phase, str(CACHE)]
+        said = subprocess.check_output(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, text=True)
+        result = json.loads(said.splitlines()[-1])
+        text = gzip.decompress((CACHE / f"{result['key']}.hlo.gz").read_bytes()).decode()
+        sizes = {"chips": where.chips * max(cfg.mesh.slice, 1), "experts": model.experts.count if model.experts else 0}
+        work = count(text, LargestShapes(**result["shapes"]), cfg.credit, model)
+        result |= {"programs": [result]}
+        more = {"method": None, "chip": where.chip, "model": known["model"], "read": 0.0, **sizes}
+        found = phase_of(result, name=phase, work=work, **more)
+        if abs(found["executed"] / known["executed"] - 1) > 0.001:
+            sys.exit(f"{config}, {phase}: executes {found['executed']:.4g}, planned with {known['executed']:.4g}")
+        known["seconds_compiler"] = found["seconds_compiler"]
+        print(config, phase, f"{found['seconds_compiler']:.1f} s", flush=True)
+    PLANS.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
 
 
 def commit(tree: Path) -> str:

@@ -58,9 +58,10 @@ Points of area, paired by seed; p by Student's t, adjusted by Holm over the task
 axis. The best split is the one whose area less its standard error is larger on the seeds that choose.
 """
 
-ENDS = """Where the axes end is what the cheapest arm of a seed spends, and the KL that the arm with the least drift reaches: often of
-an arm that is not in a comparison. Medians over seeds, and signed values less the best split with axes cut by these two alone; p not
-adjusted, and in no criterion. A rate that decays over 60 iterations has decayed little where a share is small.
+ENDS = """Where the axes end is what the cheapest arm of a seed spends, and the KL that the arm with the least drift
+reaches: often of an arm that is not in a comparison. Medians over seeds, and signed values less the best split with
+axes cut by these two alone; p not adjusted, and in no criterion. A rate that decays over 60 iterations has decayed
+little where a share is small.
 """
 
 VALUED = """### Are the values right?
@@ -115,7 +116,8 @@ def tables() -> str:
                 measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
                 axes[task], splits[task], confirmed[task] = axes_of(measured), best_split(results["choose"]), measured
                 parts += compared(study, results, measured, axes[task])
-    return "\n".join([*parts, CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits), VALUED, valued(), GAPS, gaps_table()])
+    parts += [CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits), VALUED, valued(), GAPS]
+    return "\n".join([*parts, gaps_table()])
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:

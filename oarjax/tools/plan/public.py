@@ -72,19 +72,31 @@ def _tokens_per_chip(plan: Mapping[str, Any], sample: Mapping[str, Any]) -> floa
 def before_table(plans: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Tabulate sampling, and scores and update, beside the plans of an earlier version by the same assumptions.
 
-    ``before`` has, per config, the counts and assumed seconds of its phases.
+    ``before`` has, per config, the counts and assumed seconds of its phases, and what today's counting makes of the
+    compiler's cycles where an earlier program was compiled anew.
     """
     lines = [
-        "| config | sampling, s | share of HBM's rate | scores and update, s | MFU | share of HBM's rate |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| config | sampling, s | share of HBM's rate | scores and update, s | MFU | share of HBM's rate "
+        "| scores and update by cycles, s | MFU by cycles |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for plan in plans:
         now = {p["name"]: {**p, "seconds": p["seconds_assumed"]} for p in plan["phases"] if p["method"] is None}
         old = {n: {**p, "seconds": p["seconds_expected"]} for n, p in before.get(plan["config"], {}).items()}
-        cells = zip(*(_shares(phases, plan) for phases in (old, now)))
+        cells = zip(*([*_shares(phases, plan), *_by_cycles(phases, plan)] for phases in (old, now)))
         name = plan["config"].removeprefix("configs/")
         lines.append(f"| {name} | " + " | ".join(" to ".join(filter(None, cell)) for cell in cells) + " |")
     return lines
+
+
+def _by_cycles(phases: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """Return the seconds of scores and update by the compiler's cycles, and the share of the peak."""
+    learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
+    if not learning or any("seconds_compiler" not in p for p in learning):
+        return [""] * 2
+    seconds = sum(p["seconds_compiler"] for p in learning)
+    mfu = sum(p["model"] for p in learning) / (plan["chips"] * plan["chip"]["flops"] * seconds)
+    return [f"{seconds:.1f}", f"{mfu:.0%}"]
 
 
 def _shares(phases: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:

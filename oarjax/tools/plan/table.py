@@ -24,10 +24,12 @@ WORD = (
 
 
 BEFORE = (
-    "Commit fe2bcd7 to today, both by assumed shares of the peaks and nothing overlapped, since the compiler's cycles, "
-    "from which the tables below take the larger time, were not read then. Shares of HBM's rate are of the bytes that "
-    "sampling must read, and of all that scores and update move. Some of the difference is counting: then a token read "
-    "a full cache, a mixture's chip every expert, and slices that are read ahead counted whole."
+    "Commit fe2bcd7 to today, both by assumed shares of the peaks and nothing overlapped, as they were planned then. "
+    "Shares of HBM's rate are of the bytes that sampling must read, and of all that scores and update move. Some of "
+    "the difference is counting: then a token read a full cache, a mixture's chip every expert, and slices that are "
+    "read ahead counted whole. The last two columns are by the compiler's cycles, of which the tables below take the "
+    "larger time, counted alike on both sides: that commit's programs were compiled anew for some of the configs "
+    "(`python docs/make_before.py`)."
 )
 """What a table beside an earlier version's plans compares."""
 

@@ -202,29 +202,9 @@ def test_rollout_in_tokens_per_second_and_no_program_when_warm():
 
 
 @pytest.mark.slow
-def test_steps_that_read_the_reference_answer_score_every_row(tmp_path, monkeypatch):
-    names = ("GRPO", "signed values by entropy", "soft reward")
-    monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in names})
-    folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
-    with measure.counted_compilations() as compiled:
-        found = bench_step.bench_steps(
-            "tiny",
-            bench_step.StepSetting(TINY, SHAPES, microbatch=2),
-            folder,
-            repeats=1,
-            compiled=compiled,
-            peak=PEAK,
-            status=Console(quiet=True).status,
-        )
-    flops = [row["executed_flops"] for row in found["rows"]]
-    assert [row["method"] for row in found["rows"]] == [*names[1:], *names[1:]]
-    assert flops[:2] == flops[2:]  # no row is skipped
-    assert all(row["flops_of_grpo"] > 1 for row in found["rows"])
-
-
-@pytest.mark.slow
 def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in ("GRPO", "OAR-G, 1 draw", "OAR-P")})
+    names = ("GRPO", "OAR-G, 1 draw", "OAR-P", "signed values by entropy")
+    monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in names})
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
     setting = bench_step.StepSetting(TINY, SHAPES, microbatch=2)
     with measure.counted_compilations() as compiled:
@@ -235,19 +215,22 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
     assert [(r["method"], r["rows"], r["goal"]) for r in rows] == [
         ("OAR-G, 1 draw", "all", 1.3),
         ("OAR-P", "all", 6.0),
+        ("signed values by entropy", "all", None),
         ("OAR-G, 1 draw", "half skipped", None),
         ("OAR-P", "half skipped", None),
+        ("signed values by entropy", "half skipped", None),
     ]
     for row in rows:
         assert row["flops_of_grpo"] > 1
         assert len(row["of_grpo"]["runs"]) == 2
     passes = (0, ["fused_add"]), (1, ["score", "accumulate"])  # OAR-G scores and updates in one pass
     for place, names in passes:
-        every, skipped = rows[place]["executed_flops"], rows[place + 2]["executed_flops"]
+        every, skipped = rows[place]["executed_flops"], rows[place + 3]["executed_flops"]
         assert every["sample"] == skipped["sample"]
         assert every["apply"] == skipped["apply"]
         for name in names:
             assert every[name] == 2 * skipped[name] > 0
+    assert rows[2]["executed_flops"] == rows[5]["executed_flops"]  # which learns from rows of advantage 0 too
     assert rows[0]["grpo"]["executed_flops"]["score"] == 0
     assert json.loads(json.dumps(found)) == found
 
