@@ -372,6 +372,14 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
             "run_dir: gs://b/runs/x is an address, and only paths are read and written here; mo",
         ),
         (["run_dir=gs://b/runs/x"], "mount the bucket (gcsfuse --implicit-dirs b ~/b) and set a path below ~/b"),
+        (
+            ["optim.settings={momentum: .nan}"],
+            "optim.settings: momentum: expected finite numbers, got nan; set a finite",
+        ),
+        (
+            ["advantage.settings.cap=[1, {a: .inf}]"],
+            "advantage.settings: cap: expected finite numbers, got [1, {'a': inf",
+        ),
         (["run_dir=''"], "run_dir: '' names nothing, as an unset variable of a shell does; set a path"),
         (["policy.path='  '"], "policy.path: '  ' names nothing"),
         (["optim.lr=null"], "optim.lr: Input should be a valid number, got null"),

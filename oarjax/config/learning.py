@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.config.section import Count, Positive, Rate, Section, Share, Word
+from oarjax.config.section import Count, Positive, Rate, Section, Settings, Share, Word
 
 
 class EngineConfig(Section):
@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     name: str = Field(
         description="environment of an episode: a built-in one, file.py:Class, module:Class, or verifiers:TASKSET"
     )
-    settings: dict[str, Any] = Field(
+    settings: Settings = Field(
         default_factory=dict,
         description="keyword arguments of the class; for a taskset the fields of verifiers' EnvConfig",
     )
@@ -144,7 +144,7 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     name: str = Field(description="a built-in reward, or one that grading.plugins register")
     weight: float = Field(default=1.0, description="weight in the sum that is a completion's reward")
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments passed to the reward")
+    settings: Settings = Field(default_factory=dict, description="keyword arguments passed to the reward")
 
 
 class GradingConfig(Section):
@@ -195,7 +195,7 @@ class AdvantageConfig(Section):
         description="custom advantages, file.py:name or module:name, see oarjax.AdvantageFunction; the "
         "other fields of this section, but settings, then do not apply",
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
+    settings: Settings = Field(default_factory=dict, description="keyword arguments of that function")
     scale: Literal["group", "batch", "problem", "none"] = Field(
         default="group",
         description="divide by the standard deviation of the group (GRPO), of the batch, of the problem's earlier "
@@ -260,7 +260,7 @@ class LossConfig(Section):
         "below, only settings, aggregation, mask_truncated, router_balance, off_policy.support and what makes the "
         "reference's log-probs (kl_beta, kl_in, teacher, reference, reference_every) apply",
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
+    settings: Settings = Field(default_factory=dict, description="keyword arguments of that function")
     surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"] = Field(
         default="clip",
         description="gmpo: clip_low and clip_high bound the log-ratio, its paper has .4 for both; dppo: they bound the "
@@ -357,7 +357,7 @@ class OptimConfig(Section):
         description="another optimizer, optax.lion for one, module:name or file.py:name, see "
         "oarjax.OptimizerFunction; b1, b2, weight_decay and moments then do not apply",
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
+    settings: Settings = Field(default_factory=dict, description="keyword arguments of that function")
 
     @field_validator("function")
     @classmethod

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from oarjax.rl.ranges import a_number
+from oarjax.system.json import storable
 
 LARGEST = 2**31 - 1
 """Of whole numbers: sizes and counts become 32-bit integers of arrays and of loops."""
@@ -26,6 +27,18 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(min_length=1)]
+
+
+def _finite_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Refuse numbers that a run's config could not give back: strict JSON has no NaN and no infinity."""
+    for name, value in settings.items():
+        if not storable(value):
+            raise ValueError(f"{name}: expected finite numbers, got {value!r:.60}; set a finite one")
+    return settings
+
+
+Settings = Annotated[dict[str, Any], AfterValidator(_finite_settings)]
+"""Keyword arguments of somebody's function."""
 
 
 def _axis_size(size: int) -> int:

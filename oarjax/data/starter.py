@@ -102,6 +102,7 @@ def write_config(source: str, target: Path | None = None, *, base: str = "", col
         prompt, answer = pair = _columns(source, columns)
         config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
         problems = load_problems(config, where="init --data")
+        _refuse_halves(problems)
     train, held_out = _divided(problems)
     name = Path(source).name.partition(".")[0]
     target = target or Path(f"{name}.yaml")
@@ -152,6 +153,23 @@ def _options_named() -> Iterator[None]:
         for field, option in OPTIONS.items():
             text = text.replace(f"init --data{field}", option)
         raise DataError(text) from error
+
+
+def _refuse_halves(problems: Sequence[Problem]) -> None:
+    """Refuse text that no file can hold, before any is written.
+
+    Raises:
+        DataError: names the first such row.
+    """
+    for p in problems:
+        try:
+            json.dumps(p.columns, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{p.place}: holds {half!r}, half of a surrogate pair, which is not a character; correct the text, or "
+                "leave the row out"
+            ) from None
 
 
 def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import reduce
@@ -198,9 +199,16 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
                 samples.write(batch_records)
             records += batch_records
             scores = [r["score"] for r in records if r["score"] is not None]
-            metrics = {"score": sum(scores) / max(len(scores), 1)}
+            metrics = {"score": sum(scores) / len(scores) if scores else math.nan}
             metrics["length"] = sum(r["tokens"] for r in records) / len(records)
             progress.update(len(records) // count, metrics)
+    if lost := [r for r in records if r["score"] is None]:
+        first = f"{lost[0]['verdict']}, {lost[0]['note']}" if lost[0]["note"] else lost[0]["verdict"]
+        run.console.print(
+            f"warning: {visible(part.name)}: {len(lost)} of {len(records)} completions have no grade and are left out, "
+            f"the first: {visible(first)}; see verdict and note in samples.jsonl",
+            markup=False,
+        )
     return records
 
 

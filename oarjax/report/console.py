@@ -160,7 +160,8 @@ class Progress:
     def _value(self, name: str, label: str, metrics: Metrics) -> str | None:
         """Format a metric with its label; held-out pass@1 as "45.6% to 73.6%", from the start's to the latest."""
         if name == "pass_at_1":
-            shares = [f"{share:.1%}" for share in (self._baseline, self._latest) if share is not None]
+            known = [share for share in (self._baseline, self._latest) if share is not None]
+            shares = [f"{share:.1%}" if math.isfinite(share) else "n/a" for share in known]
             return f"{label} {' to '.join(shares)}" if shares else None
         if name not in metrics:
             return None
@@ -274,7 +275,8 @@ WARNINGS = (
         above,
         0.05,
         "{now:.0%} of completions could not be graded (timeout, crash or None) and were left out: "
-        "raise grading.deadline or grading.memory_mb, or return a number",
+        "raise grading.deadline (of batch, group and async rewards grading.call_deadline) or grading.memory_mb, or "
+        "return a number",
     ),
     Rule(
         "no_answer",

@@ -83,7 +83,10 @@ def _doubt(grades: Grades) -> str | None:
     rewards = ", ".join(f"{name} {value:g}" for name, value in scores.items())
     verdict, note, (reference, nonsense) = grades.verdicts[0], grades.notes[0], grades.rewards
     if verdict == "timeout":
-        return f"has no grade ({note}); is grading.deadline long enough?"
+        return (
+            f"has no grade ({note}); is grading.deadline long enough, or grading.call_deadline, which batch, group and "
+            "async rewards have?"
+        )
     if verdict == "ungraded":
         return f"has no grade ({note}); do data.train's answers have the form that the rewards expect?"
     if any(scores.get(name, 1.0) != 1.0 for name in READERS):

@@ -53,8 +53,8 @@ def cannot_write(path: Path, error: BaseException) -> StorageError:
     if isinstance(error, OSError) and error.errno in NO_PATH:
         return ImpossiblePath(f"cannot write {path!s:.200}: {cause:.200}; choose another path")
     return StorageError(
-        f"cannot write {path}: {cause}; free space, or make the folder writable and mounted again, and resume with the "
-        "same command (checkpoint.on_failure=warn trains on without it)"
+        f"cannot write {path}: {cause}; free space, or make the folder writable and mounted again, and give the same "
+        "command: a run resumes (with checkpoint.on_failure=warn it trains on without the file)"
     )
 
 

@@ -34,6 +34,15 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
         return json.dumps(to_plain(value), indent=indent, allow_nan=False)
 
 
+def storable(value: Any) -> bool:
+    """Return whether all numbers of a value are ones that JSON has."""
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        return False
+    return True
+
+
 def plain_floats(values: Float[np.ndarray, "n"]) -> list[float | str | None]:
     """Convert to numbers that JSON has, all told apart: NaN becomes null, an overflow "inf" or "-inf"."""
     plain = values.tolist()

@@ -39,6 +39,16 @@ def test_a_config_of_ones_own_data(tmp_path):
     assert "4 held-out prompts is known to ±35 points" in written.message()
 
 
+@pytest.mark.parametrize(
+    "row", ['"question": "\\ud800", "answer": "1"', '"question": "a", "answer": "1", "note": "\\udfff"']
+)
+def test_half_a_surrogate_pair_is_refused_before_a_file_is_written(tmp_path, row):
+    (tmp_path / "half.jsonl").write_text('{"question": "b", "answer": "2"}\n{' + row + "}\n")
+    with pytest.raises(DataError, match=r"half.jsonl line 2: holds '.*', half of a surrogate pair.*leave the row out"):
+        write_config("half.jsonl", base="demo")
+    assert [path.name for path in tmp_path.iterdir()] == ["half.jsonl"]
+
+
 def test_answers_that_the_demos_policy_never_saw_are_counted(tmp_path):
     rows = ["question,answer", "9-9=,0.0", "9-2=,7", "9+1=,10", "1-2=,-1"]
     (tmp_path / "sums.csv").write_text("\n".join(rows) + "\n")

@@ -555,3 +555,19 @@ def test_names(tmp_path, monkeypatch):
         "mine",
         "set",
     ]
+
+
+@pytest.mark.slow
+def test_answers_without_a_grade_are_said_and_no_score_is_shown(policy, tmp_path, monkeypatch, capfd):
+    (tmp_path / "r.py").write_text(
+        "from oarjax import reward\n\n\n@reward('broken')\ndef broken(sample):\n    raise TypeError('no')\n"
+    )
+    given = [f"grading.plugins=['{tmp_path / 'r.py'}']", "grading.rewards=[{name: broken}]"]
+    monkeypatch.setattr(
+        sys, "argv", ["oarjax", "evaluate", str(policy), "--data", "demo", "--out", f"{tmp_path}/out", *CHEAP, *given]
+    )
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    said = " ".join(capfd.readouterr().out.split())
+    assert "score n/a" in said
+    assert "10 of 10 completions have no grade and are left out, the first: crash, reward" in said

@@ -27,7 +27,7 @@ CASES = [
     ({"truncated": 0.25}, "25% of completions were cut at rollout.max_new .more than 20%.* raise rollout.max_new"),
     ({"zero_variance": 1.0}, "every group had equal rewards.* raise rollout.group_size, or set update.refills"),
     ({"entropy": 5e-4}, r"entropy fell to 0.0005 nats .it began at 0.0005.* lower optim.lr, raise loss.clip_high"),
-    ({"ungraded": 0.5}, "50% of completions could not be graded.* raise grading.deadline or grading.memory_mb"),
+    ({"ungraded": 0.5}, "50% of completions could not be graded.* raise grading.deadline .* or grading.memory_mb"),
     ({"no_answer": 0.9}, "90% of completions have no answer in the style of credit.answer.style"),
     ({"sampler_gap": 0.2}, "log-probabilities differ by 0.2 on average: set loss.off_policy=tis"),
     ({"sampler_gap": math.nan}, "log-probabilities differ by nan on average"),
