@@ -66,16 +66,15 @@ def equal_table(document: dict[str, Any]) -> str:
     return table(rows)
 
 
-def spread(values: dict[str, float], form: str, unit: str = "") -> str:
+def spread(values: dict[str, float], form: str) -> str:
     """Write a median with its range."""
-    shown = f"{values['median']:{form}}" + f" {unit}" * bool(unit)
-    return f"{shown} ({values['min']:{form}} to {values['max']:{form}})"
+    return f"{values['median']:{form}} ({values['min']:{form}} to {values['max']:{form}})"
 
 
 def rounded(value: Any) -> Any:
-    """Round numbers to five digits, and leave the single runs out but of ratios."""
+    """Round numbers to five digits, and leave single runs out of spreads."""
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items() if name not in ("seconds_of_runs", "runs")}
+        return {name: rounded(part) for name, part in value.items() if name != "runs"}
     if isinstance(value, list):
         return [rounded(part) for part in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value

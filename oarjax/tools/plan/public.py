@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,29 +84,31 @@ def before_table(plans: Sequence[Mapping[str, Any]], before: Mapping[str, Mappin
     for plan in plans:
         now = {p["name"]: {**p, "seconds": p["seconds_assumed"]} for p in plan["phases"] if p["method"] is None}
         old = {n: {**p, "seconds": p["seconds_expected"]} for n, p in before.get(plan["config"], {}).items()}
-        cells = zip(*([*_shares(phases, plan), *_by_cycles(phases, plan)] for phases in (old, now)))
+        cells = zip(*(_shares(phases, plan) for phases in (old, now)))
         name = plan["config"].removeprefix("configs/")
         lines.append(f"| {name} | " + " | ".join(" to ".join(filter(None, cell)) for cell in cells) + " |")
     return lines
 
 
-def _by_cycles(phases: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
-    """Return the seconds of scores and update by the compiler's cycles, and the share of the peak."""
-    learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
-    if not learning or any("seconds_compiler" not in p for p in learning):
-        return [""] * 2
-    seconds = sum(p["seconds_compiler"] for p in learning)
-    mfu = sum(p["model"] for p in learning) / (plan["chips"] * plan["chip"]["flops"] * seconds)
-    return [f"{seconds:.1f}", f"{mfu:.0%}"]
-
-
 def _shares(phases: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
-    """Return seconds and shares of the peaks: bytes that sampling must read, and all that scores and update move."""
+    """Return seconds and shares of the peaks: bytes that sampling must read, and all that scores and update move.
+
+    The last two are the seconds and MFU of scores and update by the compiler's cycles, empty where they are not known.
+    """
     learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
     if not learning:
-        return [""] * 5
+        return [""] * 7
     chip, seconds, sample = plan["chip"], sum(p["seconds"] for p in learning), phases["sample"]
-    mfu = sum(p["model"] for p in learning) / (plan["chips"] * chip["flops"] * seconds)
+    at_peak = sum(p["model"] for p in learning) / (plan["chips"] * chip["flops"])
+    cycles = sum(p.get("seconds_compiler", math.nan) for p in learning)
+    by_cycles = [f"{cycles:.1f}", f"{at_peak / cycles:.0%}"] if math.isfinite(cycles) else [""] * 2
     moved = sum(p["moved"] + p["passed"] for p in learning) / (chip["bandwidth"] * seconds)
     read = sample["read"] / (chip["bandwidth"] * sample["seconds"])
-    return [f"{sample['seconds']:.1f}", f"{read:.0%}", f"{seconds:.1f}", f"{mfu:.0%}", f"{moved:.0%}"]
+    return [
+        f"{sample['seconds']:.1f}",
+        f"{read:.0%}",
+        f"{seconds:.1f}",
+        f"{at_peak / seconds:.0%}",
+        f"{moved:.0%}",
+        *by_cycles,
+    ]
