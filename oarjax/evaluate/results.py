@@ -136,7 +136,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         figures = [f for f in a["by_problem"] if f in b["by_problem"] and f != "problem"]
         out[name] = {
             "figures": {
-                f: _plain(paired_difference(numbers(a["by_problem"][f]), numbers(b["by_problem"][f]))) for f in figures
+                f: _plain(paired_difference(*(np.array(numbers(e["by_problem"][f])) for e in (a, b)))) for f in figures
             },
             "settings": {
                 key: [a["settings"].get(key), b["settings"].get(key)]

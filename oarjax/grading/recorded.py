@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from oarjax.grading.rewards import Sample
 from oarjax.storage.durable import (
     DamagedError,
@@ -26,7 +28,7 @@ from oarjax.storage.durable import (
     sync_folder,
 )
 from oarjax.storage.trust import code_digest
-from oarjax.system.json import floats_of, plain_floats
+from oarjax.system.json import numbers, plain_floats
 from oarjax.types import Grades
 
 
@@ -139,8 +141,8 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _plain(grades: Grades) -> dict[str, Any]:
     return {
-        "rewards": plain_floats(grades.rewards),
-        "per_reward": {name: plain_floats(values) for name, values in grades.per_reward.items()},
+        "rewards": plain_floats(grades.rewards.tolist()),
+        "per_reward": {name: plain_floats(values.tolist()) for name, values in grades.per_reward.items()},
         "verdicts": grades.verdicts,
         "answers": grades.answers,
         "notes": grades.notes,
@@ -149,8 +151,8 @@ def _plain(grades: Grades) -> dict[str, Any]:
 
 def _grades(line: dict[str, Any]) -> Grades:
     return Grades(
-        rewards=floats_of(line["rewards"]),
-        per_reward={name: floats_of(values) for name, values in line["per_reward"].items()},
+        rewards=np.asarray(numbers(line["rewards"]), np.float32),
+        per_reward={name: np.asarray(numbers(values), np.float32) for name, values in line["per_reward"].items()},
         verdicts=line["verdicts"],
         answers=line["answers"],
         notes=line["notes"],

@@ -27,7 +27,7 @@ from oarjax.storage.durable import (
     storage_errors,
     sync_folder,
 )
-from oarjax.system.json import floats_of, plain_floats
+from oarjax.system.json import numbers, plain_floats
 from oarjax.system.processes import gather, is_first
 from oarjax.types import Params
 
@@ -44,15 +44,15 @@ def line_of(request: Request, turn: Turn, *, problem: int | None = None, report:
         "prompt_length": request.prompt_length,
         "key": list(request.key),
         "tokens": turn.tokens.tolist(),
-        "logps": plain_floats(turn.logps),
+        "logps": plain_floats(turn.logps.tolist()),
         "version": int(versions[0]) if len(versions) == 1 else turn.versions.tolist(),
         "finish": turn.finish,
         "report": report,
     }
     if turn.whole_logps is not None:
-        line["whole_logps"] = plain_floats(turn.whole_logps)
+        line["whole_logps"] = plain_floats(turn.whole_logps.tolist())
     if turn.teacher_logps is not None:
-        line["teacher_logps"] = plain_floats(turn.teacher_logps)
+        line["teacher_logps"] = plain_floats(turn.teacher_logps.tolist())
     return line if turn.experts is None else line | {"experts": turn.experts.tolist()}
 
 
@@ -62,7 +62,7 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
     Raises:
         ValueError, KeyError, TypeError: it is none.
     """
-    tokens, logps = whole_numbers("tokens", line["tokens"]), floats_of(line["logps"])
+    tokens, logps = whole_numbers("tokens", line["tokens"]), np.asarray(numbers(line["logps"]), np.float32)
     whole_logps, experts, teacher = (line.get(name) for name in ("whole_logps", "experts", "teacher_logps"))
     versions = whole_numbers("version", np.atleast_1d(line.get("version") or 0))
     if logps.shape != tokens.shape or line["finish"] not in ("stop", "length"):
@@ -75,9 +75,9 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
         logps,
         np.broadcast_to(versions, tokens.shape).copy(),
         line["finish"],
-        None if whole_logps is None else floats_of(whole_logps),
+        None if whole_logps is None else np.asarray(numbers(whole_logps), np.float32),
         None if experts is None else whole_numbers("experts", experts, axes=3),
-        None if teacher is None else floats_of(teacher),
+        None if teacher is None else np.asarray(numbers(teacher), np.float32),
     )
 
 

@@ -1,4 +1,7 @@
-"""Write Python and numpy values as strict JSON: it has no NaN and no infinities, so they become null."""
+"""Write Python values and arrays as strict JSON: it has no NaN and no infinities, so they become null.
+
+Importing this imports neither numpy nor JAX: configs check their settings with it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float, Float32
-
 
 def to_plain(value: Any) -> Any:
     """Convert a value to types of strict JSON: None for a number that is not finite, lists for tuples and arrays."""
@@ -17,7 +17,7 @@ def to_plain(value: Any) -> Any:
         return {name: to_plain(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):
         return to_plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -43,24 +43,16 @@ def storable(value: Any) -> bool:
     return True
 
 
-def plain_floats(values: Float[np.ndarray, "n"]) -> list[float | str | None]:
+def plain_floats(values: Iterable[float]) -> list[float | str | None]:
     """Convert to numbers that JSON has, all told apart: NaN becomes null, an overflow "inf" or "-inf"."""
-    plain = values.tolist()
-    if np.isfinite(values).all():
-        return plain
-    return [None if math.isnan(v) else v if math.isfinite(v) else str(v) for v in plain]
+    return [v if math.isfinite(v) else None if math.isnan(v) else str(v) for v in values]
 
 
-def floats_of(values: Iterable[float | str | None]) -> Float32[np.ndarray, "n"]:
-    """Read what ``plain_floats`` made of float32 back."""
-    return np.asarray([math.nan if v is None else float(v) for v in values], np.float32)
-
-
-def number(value: float | int | None) -> float:
+def number(value: float | str | None) -> float:
     """Read a number back: NaN for null."""
     return math.nan if value is None else float(value)
 
 
-def numbers(values: Iterable[float | int | None]) -> Float[np.ndarray, "n"]:
-    """Read numbers back as an array: NaN for null."""
-    return np.array([number(v) for v in values], float)
+def numbers(values: Iterable[float | str | None]) -> list[float]:
+    """Read back what ``plain_floats`` or ``to_plain`` made of numbers."""
+    return [number(v) for v in values]

@@ -70,7 +70,9 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
         raise TypeError(f"expected an object, got {type(tree).__name__}")
     other_metrics = {name: number(value) for name, value in tree.get("others", {}).items()}
     length, truncated = number(tree["length"]), number(tree["truncated"])
-    return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=other_metrics)
+    return Evaluation(
+        scores=np.array(numbers(tree["scores"])), length=length, truncated=truncated, others=other_metrics
+    )
 
 
 def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
