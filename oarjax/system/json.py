@@ -48,11 +48,11 @@ def plain_floats(values: Iterable[float]) -> list[float | str | None]:
     return [v if math.isfinite(v) else None if math.isnan(v) else str(v) for v in values]
 
 
-def number(value: float | str | None) -> float:
+def number(value: float | int | str | None) -> float:
     """Read a number back: NaN for null."""
     return math.nan if value is None else float(value)
 
 
-def numbers(values: Iterable[float | str | None]) -> list[float]:
+def numbers(values: Iterable[float | int | str | None]) -> list[float]:
     """Read back what ``plain_floats`` or ``to_plain`` made of numbers."""
     return [number(v) for v in values]
