@@ -1,62 +1,96 @@
-"""Write what ``oarjax bench --against torch`` measured into the table of equal lengths of docs/speed.md.
+"""Write what ``oarjax bench --against torch`` measured into the tables of docs/speed.md.
 
-python docs/make_bench.py FILE    takes a JSON document of the command, alone on the machine, into docs/data/bench.json
-python docs/make_bench.py         writes the table from the numbers that are there
+python docs/make_bench.py FILE...
+    takes JSON documents of the command, alone on the machine, into docs/data: work on completions of equal length into
+    bench.json, W8 to W11 into bench_ragged.json
+python docs/make_bench.py
+    writes the tables from the numbers that are there
 
 oarjax bench --only W1,W2,W3,W4 --against torch --json > FILE
+oarjax bench --only W8 --against torch --repeats 8 --json > FILE    and so on with W9, W10 and W11
+
+Ratios to the earlier commit are those of docs/make_before.py.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from oarjax.tools.study.page import between, table
 
 HERE = Path(__file__).resolve().parent
-PAGE, FILE = HERE / "speed.md", HERE / "data" / "bench.json"
+PAGE, DATA = HERE / "speed.md", HERE / "data"
 EQUAL = ("<!-- bench, equal lengths -->", "<!-- end of bench, equal lengths -->")
+RAGGED = ("<!-- bench, lengths that differ -->", "<!-- end of bench, lengths that differ -->")
+SIDES = {
+    "by length, finer": "finer buckets",
+    "to the longest": "padded to the longest",
+    "generate": "`generate`",
+    "prompt per row": "every row's prompt anew",
+    "torch, to the longest": "torch, padded to the longest",
+}
+"""Names of what a row is compared with, for those that ``oarjax bench`` names otherwise."""
 
 
 def main() -> None:
-    """Take a document, and write the table."""
-    if files := sys.argv[1:]:
-        git = ["git", "rev-parse", "--short=12", "HEAD"]
-        commit = subprocess.check_output(git, cwd=HERE, text=True).strip()
-        measured = rounded(json.loads(Path(files[0]).read_text(encoding="utf-8")))
-        kept = {"commit": commit, "date": time.strftime("%Y-%m-%d"), **measured}
-        FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    """Take documents, and write the tables."""
+    found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
+    for name, part in (("bench", "models"), ("bench_ragged", "ragged")):
+        if documents := [rounded(document) for document in found if document[part]]:
+            keep(DATA / f"{name}.json", documents, part)
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+def keep(path: Path, documents: Sequence[dict[str, Any]], part: str) -> None:
+    """Write documents of one commit and machine as one file: its settings, and each with its peaks and load."""
+    git = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.check_output(git, cwd=HERE, text=True).strip()
+    about = {key: documents[0][key] for key in ("versions", "platform", "device", "threads", "repeats")}
+    for document in documents:
+        if {key: document[key] for key in about} != about:
+            sys.exit(f"{path.name}: the documents differ in versions, device, threads or repeats")
+    own = ("peak", "load_average_before", "load_average_after", part)
+    made = {"commit": commit, "date": time.strftime("%Y-%m-%d"), **about}
+    made["documents"] = [{key: document[key] for key in own} for document in documents]
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
 def written(page: str) -> str:
-    """Return the page with its table written anew."""
-    document = json.loads(FILE.read_text(encoding="utf-8"))
-    return between(page, *EQUAL, f"{machine(document)}\n\n{equal_table(document)}")
+    """Return the page with its tables written anew."""
+    equal, ragged, before = (
+        json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("bench", "bench_ragged", "bench_before")
+    )
+    page = between(page, *EQUAL, f"{machine(equal, 'bench')}\n\n{equal_table(equal)}")
+    return between(page, *RAGGED, f"{machine(ragged, 'bench_ragged')}\n\n{ragged_table(ragged, before)}")
 
 
-def machine(document: dict[str, Any]) -> str:
-    """Say what a document was measured on."""
-    v, peak = document["versions"], document["peak"]
-    ours, theirs = (f"{peak[side] / 1e9:.0f}" for side in ("flops", "torch"))
+def machine(made: dict[str, Any], name: str) -> str:
+    """Say what documents were measured on."""
+    v, documents = made["versions"], made["documents"]
+    ours, theirs = (low_high([d["peak"][side] / 1e9 for d in documents], ".0f") for side in ("flops", "torch"))
+    before, after = (low_high([d[f"load_average_{when}"] for d in documents], ".1f") for when in ("before", "after"))
     return (
-        f"{document['threads']} CPU threads, medians of {document['repeats']} warm runs (minimum to maximum), ratios "
+        f"{made['threads']} CPU threads, medians of {made['repeats']} warm runs (minimum to maximum), ratios "
         f"pair by pair (torch {v['torch'].partition('+')[0]}, transformers {v['transformers']}, jax {v['jax']}; "
-        f"products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA and {theirs} by torch; "
-        f"load {document['load_average_before']:.1f} before, {document['load_average_after']:.1f} after; commit "
-        f"{document['commit']}, [numbers](data/bench.json)):"
+        f"products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA and {theirs} by torch; load {before} before, {after} "
+        f"after; commit {made['commit']}, [numbers](data/{name}.json)):"
     )
 
 
-def equal_table(document: dict[str, Any]) -> str:
+def equal_table(made: dict[str, Any]) -> str:
     """Tabulate work on completions of equal length: ours, and torch's seconds over ours."""
-    sizes = [f"{model['parameters'] / 1e6:.1f}M" for model in document["models"]]
+    models = [model for document in made["documents"] for model in document["models"]]
+    sizes = [f"{model['parameters'] / 1e6:.1f}M" for model in models]
     rows = [["work", *(part for size in sizes for part in (f"oarjax, {size}", "torch / oarjax"))]]
-    for found in zip(*(model["rows"] for model in document["models"])):
+    for found in zip(*(model["rows"] for model in models)):
         cells = [f"{found[0]['name']}, {found[0]['what']}"]
         for row in found:
             value, more = row["ours"]["value"]["median"], row["ours"].get("updates_per_sequence")
@@ -66,7 +100,69 @@ def equal_table(document: dict[str, Any]) -> str:
     return table(rows)
 
 
-def spread(values: dict[str, float], form: str) -> str:
+def ragged_table(made: dict[str, Any], before: dict[str, Any]) -> str:
+    """Tabulate work on completions that differ in length: our first way, and the others' seconds over its."""
+    found = [work for document in made["documents"] for work in document["ragged"]]
+    rows, compiled = [["work", "oarjax", "compared with", "its figure", "ratio"]], list[str]()
+    earlier_commit = f"commit {before['commits']['before'][:7]}"
+    for work in sorted(found, key=lambda work: int(work["workload"][1:])):
+        for name in dict.fromkeys(row["name"] for row in work["rows"]):
+            first, *others = (row for row in work["rows"] if row["name"] == name)
+            label = work["workload"] if name == "rollout" else f"{work['workload']}, {name}"
+            ours = figure(first)
+            if earlier := before["works"].get(label.replace(",", "")):
+                then, now = earlier["seconds"]["before"], earlier["seconds"]["now"]
+                ratios = spread(span([a / b for a, b in zip(then, now)]), ".2f")
+                rows.append([label, seconds(span(now)), earlier_commit, seconds(span(then)), ratios])
+                label = ""
+            for other in others:
+                rows.append([label, ours, SIDES.get(other["side"], other["side"]), figure(other), ratio(other)])
+                label, ours = "", ""
+        compiled.append(f"{work['compilations']} programs in {work['compile_seconds']:.0f} s ({work['workload']})")
+    return f"{table(rows)}\nCompiled beside: {', '.join(compiled)}.\n\n{padding(found)}"
+
+
+def padding(found: Sequence[dict[str, Any]]) -> str:
+    """Say what share of the update's positions holds no token, and of the rollout's rows is in use."""
+    of = {(work["workload"], row["name"], row["side"]): row for work in found for row in work["rows"]}
+    coarse, fine, theirs = (
+        of["W9", "update", side]["padding"]["median"] for side in ("by length", "by length, finer", "torch, by length")
+    )
+    ours, whole = (of["W8", "rollout", side]["occupancy"]["median"] for side in ("oarjax", "generate"))
+    return (
+        f"W9's update pads {coarse:.0%} of its positions in buckets of 64, {fine:.0%} in buckets of 16; torch "
+        f"{theirs:.0%}. Of the rows that W8 decodes {ours:.0%} are in use, of `generate`'s {whole:.0%}."
+    )
+
+
+def figure(row: dict[str, Any]) -> str:
+    """Write tokens per second of a rollout, and seconds of other work."""
+    if row["name"] == "rollout":
+        return f"{spread(row['tokens_per_second'], ',.0f')} tokens/s"
+    return seconds(row["seconds"])
+
+
+def seconds(values: Mapping[str, float]) -> str:
+    """Write seconds with their range."""
+    return spread(values, ".3g") + " s"
+
+
+def ratio(row: dict[str, Any]) -> str:
+    """Write how many times a row's seconds are the first's."""
+    return spread(row["times_first"], ".2f")
+
+
+def span(values: Sequence[float]) -> dict[str, float]:
+    """Return median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def low_high(values: Sequence[float], form: str) -> str:
+    """Write the smallest and the largest, or one where they look alike."""
+    return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
+
+
+def spread(values: Mapping[str, float], form: str) -> str:
     """Write a median with its range."""
     return f"{values['median']:{form}} ({values['min']:{form}} to {values['max']:{form}})"
 

@@ -81,6 +81,13 @@ iterations.
 """
 
 
+REST = """### What was left, on the demo
+
+OAR-P, OAR-L and OAR-P's hard gate on batch 32x1, and 128 rollouts an iteration as prompts and as groups; batch 32x1 is
+the race's own.
+"""
+
+
 def main() -> None:
     """Write the tables, or print them."""
     if sys.argv[1:] == ["--print"]:
@@ -90,34 +97,53 @@ def main() -> None:
 
 
 def tables() -> str:
-    """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
+    """Return what was measured by task, the criteria over the tasks, the values, and what the demo was left for."""
     parts, axes, splits, confirmed = [], dict[str, Axes](), dict[str, str](), dict[str, Measured]()
-    for file, (task, name, forks, seeds) in TASKS.items():
-        path = HERE / "data" / f"{file}.jsonl"
-        if not path.exists():
-            parts.append(f"{task}: no run has finished.\n")
-            continue
-        study = study_of(path, name, forks, seeds)
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        choosing = [record for record in records if record["value"] is not None]
-        parts.append(
-            f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"
-        )
-        plan = plan_so_far(study)
-        results = collect(plan)
-        if results["budget"]["pairs"]:
-            parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
-        if confirming := [record for record in records if record["value"] is None]:
-            runs = len(study.seeds) * len(study.arms)
-            said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
-            unfinished = len(confirming) < runs
-            parts.append(f"{said}; they are compared once all have.\n" if unfinished else f"{said}.\n")
-            if not unfinished:
-                measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
-                axes[task], splits[task], confirmed[task] = axes_of(measured), best_split(results["choose"]), measured
-                parts += compared(study, results, measured, axes[task])
-    parts += [CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits), VALUED, valued(), GAPS]
-    return "\n".join([*parts, gaps_table()])
+    for file, (task, *study) in TASKS.items():
+        told, measured, choose = told_of(file, task, *study)
+        parts += told
+        if measured:
+            axes[task], splits[task], confirmed[task] = axes_of(measured), best_split(choose), measured
+    parts += [
+        CRITERIA,
+        *judged(axes, splits),
+        ENDS,
+        ends_table(confirmed, splits),
+        VALUED,
+        valued(),
+        GAPS,
+        gaps_table(),
+    ]
+    told, *_ = told_of("race2_demo_rest", "demo, the rest", "study_race2_demo_rest", None, None)
+    return "\n".join([*parts, REST, *told])
+
+
+def told_of(
+    file: str, task: str, name: str, forks: str | None, seeds: list[int] | None
+) -> tuple[list[str], Measured, dict[str, Any]]:
+    """Return a task's text, and once all runs have finished what they measured, and how rates were chosen.
+
+    The text: every arm's area and seeds by rate, the seconds of a run, what confirming detects, and what it said.
+    """
+    path = HERE / "data" / f"{file}.jsonl"
+    if not path.exists():
+        return [f"{task}: no run has finished.\n"], {}, {}
+    study = study_of(path, name, forks, seeds)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    choosing, confirming = ([r for r in records if (r["value"] is None) == of] for of in (False, True))
+    parts = [f"{task}: {len(choosing)} runs that choose, from {commits_of(choosing)}.\n\n{areas_table(choosing)}"]
+    plan = plan_so_far(study)
+    results = collect(plan)
+    if results["budget"]["pairs"]:
+        parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
+    if not confirming:
+        return parts, {}, {}
+    runs = len(study.seeds) * len(study.arms)
+    said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
+    if len(confirming) < runs:
+        return [*parts, f"{said}; they are compared once all have.\n"], {}, {}
+    measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
+    return [*parts, f"{said}.\n", *compared(study, results, measured, axes_of(measured))], measured, results["choose"]
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:

@@ -76,10 +76,17 @@ def test_tables_are_computed_from_their_data(script, page):
     assert written.strip() == made["tables"]().strip()
 
 
-@pytest.mark.parametrize(("name", "page"), [("appendix", "results_appendix"), ("results", "results")])
-def test_the_tables_of_the_races_are_computed_from_their_data(name, page):
+@pytest.mark.parametrize(
+    ("script", "name", "page"),
+    [
+        ("make_power", "appendix", "results_appendix"),
+        ("make_power", "results", "results"),
+        ("make_bench", "written", "speed"),
+    ],
+)
+def test_tables_within_a_page_are_computed_from_their_data(script, name, page):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(DOCS / "make_power.py"))[name](text) == text
+    assert runpy.run_path(str(DOCS / f"{script}.py"))[name](text) == text
 
 
 def test_the_papers_config_is_the_7b_one_with_the_released_loss():
