@@ -179,6 +179,9 @@ def _unusual(problems: Sequence[Problem], longer: int, max_prompt: int) -> Itera
             f"a few prompts are far longer than the rest: those over {max_prompt} tokens are left out; "
             f"data.max_prompt={longer} takes them all"
         )
+    blank = sum(not p.prompt.strip() for p in problems)
+    if blank:
+        yield f"{blank} of {len(problems)} prompts are blank, so nothing is asked: remove these rows"
     missing = sum(p.answer.strip().lower() in MISSING for p in problems)
     if missing:
         yield f"{missing} of {len(problems)} answers are blank or NaN, so no completion is right: remove these rows"

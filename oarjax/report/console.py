@@ -372,9 +372,11 @@ class OnceWarnings:
     def _applying(self, metrics: Metrics) -> list[tuple[Rule, str]]:
         """Return the rules that apply with their messages; remember the first finite value of every metric."""
         applying = []
+        late, ungraded = float(metrics.get("lag", 0)) > 0, float(metrics.get("ungraded", 0)) == 1
+        explained = {"sampler_gap": late, "zero_variance": ungraded}  # other tokens, as they should be; no rewards
         for rule in self._rules:
-            if rule.metric not in metrics or (rule.metric == "sampler_gap" and float(metrics.get("lag", 0)) > 0):
-                continue  # tokens that an older policy drew differ as they should, and are corrected for
+            if rule.metric not in metrics or explained.get(rule.metric):
+                continue
             value = float(metrics[rule.metric])
             if math.isfinite(value):
                 self._first.setdefault(rule.metric, value)

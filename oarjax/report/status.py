@@ -70,7 +70,8 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     rewards = [r["reward"] for r in recent if r.get("reward") is not None]
     seconds = [r["seconds/total"] for r in recent if r.get("seconds/total") is not None]
     evaluated = [r for r in records if r.get("pass_at_1") is not None]
-    iteration = int(trained[-1]["iteration"]) if trained else 0
+    checkpoint = _newest_checkpoint(folder / "checkpoints")
+    iteration = max(int(trained[-1]["iteration"]) if trained else 0, checkpoint or 0)  # metrics.jsonl may be lost
     spent = float(sum(r.get("seconds/total") or 0.0 for r in trained))
     devices = _devices(folder)
     pace = statistics.median(seconds) if seconds else None
@@ -89,7 +90,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
         devices=None if devices is None else f"{devices[0]} x {devices[1]}",
         device_hours=None if devices is None else devices[0] * spent / 3600,
         seconds_since_written=(time.time() if now is None else now) - records[-1]["time"] if records else None,
-        checkpoint=_newest_checkpoint(folder / "checkpoints"),
+        checkpoint=checkpoint,
         skipped_in_a_row=int(trained[-1].get("skipped_in_a_row") or 0) if trained else 0,
     )
 

@@ -148,9 +148,10 @@ def test_one_row_far_longer_than_the_rest_does_not_widen_every_prompt(tmp_path):
     source = csv_file(tmp_path / "qa.csv")
     usual = load_config(write_config(source, Path("usual.yaml")).config).data.max_prompt
     with (tmp_path / source).open("a") as file:
-        file.write("x" * 10_000 + ",,\n" + "What is 1 plus 3?,5,\n" * 2)
+        file.write("x" * 10_000 + ",,\n" + "What is 1 plus 3?,5,\n" * 2 + " ,7,\n")
     written = write_config(source, Path("far.yaml"))
     assert load_config(written.config).data.max_prompt == usual
     assert "data.max_prompt=5024 takes them all" in written.message()
-    assert "1 of 43 answers are blank or NaN" in written.message()
-    assert "1 of 41 prompts stand with different answers in several rows" in written.message()
+    assert "1 of 44 answers are blank or NaN" in written.message()
+    assert "1 of 44 prompts are blank" in written.message()
+    assert "1 of 42 prompts stand with different answers in several rows" in written.message()

@@ -302,6 +302,7 @@ def test_a_phase_that_raises_is_still_counted():
         ({"truncated": 0.25}, "25% of completions were cut at rollout.max_new .* raise rollout.max_new"),
         ({"zero_variance": 1.0}, "every group had equal rewards"),
         ({"ungraded": 0.5}, "grading.deadline"),
+        ({"ungraded": 1.0, "zero_variance": 1.0}, "could not be graded"),  # and of no group that its rewards are equal
         ({"no_answer": 0.9}, "credit.answer.style"),
         ({"sampler_gap": 0.2}, "differ by 0.2"),
     ],

@@ -49,6 +49,9 @@ def test_a_run_in_the_middle(tmp_path):
     assert (s.reward, s.pass_at_1, s.evaluated_at) == (0.75, 0.5, 3)
     assert (s.seconds_per_iteration, s.seconds_left, s.seconds_spent) == (20.0, 20.0, 120.0)
     assert (s.seconds_since_written, s.skipped_in_a_row) == (60.0, 2)
+    (tmp_path / "metrics.jsonl").unlink()
+    s = run_status(tmp_path)
+    assert (s.state, s.iteration, s.reward) == ("training", 2, None), "the checkpoints are there"
 
 
 def test_a_run_that_has_only_begun(tmp_path):
