@@ -404,6 +404,10 @@ def accept(
         raise typer.Exit(1)
 
 
+STOPPED = (75, 130)
+"""Exit codes of commands that a signal stopped: ``storage.stop.RESUMABLE``, and Ctrl-C where nothing resumes."""
+
+
 def main() -> None:
     """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
     try:
@@ -416,7 +420,7 @@ def main() -> None:
         file, line = [(f.f_code.co_filename, line) for f, line in frames if f.f_code is not wrapped][-1]
         ours = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich))  # rich: a closed pipe
         if file.startswith(ours) or "click" in Path(file).parts:
-            _leave(error.code)
+            _leave(error.code, stopped=error.code in STOPPED)
             raise
         _fail(UserError(f"{file}, line {line}, calls sys.exit: code of a run returns or raises"))
     except Exception as error:
@@ -434,9 +438,9 @@ def _fail(error: Exception) -> NoReturn:
     sys.exit(code)
 
 
-def _leave(code: str | int | None) -> None:
+def _leave(code: str | int | None, *, stopped: bool = False) -> None:
     if (background := sys.modules.get("oarjax.system.background")) and not isinstance(code, str):
-        background.leave(code or 0)
+        background.leave(code or 0, stopped=stopped)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,12 @@ def unchecked():
     jaxtyping_config.update("jaxtyping_disable", before)
 
 
+@pytest.fixture(autouse=True)
+def tests_go_on(monkeypatch):
+    """Let the command return to tests that call it, where it would end a process that a signal stopped."""
+    monkeypatch.setattr("oarjax.cli.STOPPED", ())
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_rewards():
     """Unregister the rewards of a file's plugins: the file may be set up again, in another folder."""

@@ -155,13 +155,14 @@ def compiling() -> bool:
     return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
 
 
-def leave(code: int) -> None:
-    """End this process at once if a program is still being compiled; do nothing else.
+def leave(code: int, *, stopped: bool = False) -> None:
+    """End this process at once if a program is still being compiled, or a signal stopped it; do nothing else.
 
-    An orderly exit would wait for the compiler, minutes perhaps, with the run saved and complete. Of several processes
-    all end here, since they agreed to.
+    An orderly exit would wait for the compiler, minutes perhaps, with the run saved and complete. A signal may have
+    come while the main thread's own call compiles, in threads of XLA that an orderly exit would crash. Of several
+    processes, which hear of signals between phases alone, all end here, since they agreed to.
     """
-    if not compiling():
+    if not compiling() and (not stopped or jax.distributed.is_initialized()):
         return
     if jax.distributed.is_initialized():
         PEERS.leave()

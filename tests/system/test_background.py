@@ -1,5 +1,8 @@
 """Programs that are compiled in threads: calls wait for theirs, errors are reported, and an end does not wait."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -80,3 +83,19 @@ def test_the_end_waits_for_no_program_and_calls_go_on():
     while compiling():
         time.sleep(0.01)
     assert f(jnp.ones(3), times=2).tolist() == [3, 3, 3]
+
+
+def test_a_process_that_a_signal_stopped_runs_nothing_on_its_way_out():
+    """XLA may be compiling in threads of its own, for a call of the main thread: they end in a crash."""
+    program = """
+        import atexit, os
+        import oarjax.cli as cli
+        import oarjax.system.background
+        from oarjax.storage.stop import Stop
+        atexit.register(os._exit, 139)
+        print("said")
+        cli.app = Stop().obey
+        cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "said\n"), done.stderr
