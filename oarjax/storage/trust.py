@@ -69,8 +69,8 @@ def code_digests(places: Sequence[str]) -> dict[str, str]:
 def code_digest(code: str) -> str:
     """Return the SHA-256 of the code that a place (file.py, module, or either with :name) names, "absent" without any.
 
-    Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
-    modules and packages beside it that it imports count too, and what these import there. Nothing is imported.
+    Of a module or file in a package, and of a package, all Python files of the outermost package's folder count. Of a
+    file, modules and packages beside it that it imports count too, and what these import there. Nothing is imported.
 
     Raises:
         StorageError: a file exists but cannot be read.
@@ -80,10 +80,11 @@ def code_digest(code: str) -> str:
     if file is None:
         return "absent"
     digest = hashlib.sha256()
-    package = file.parent if file.name == "__init__.py" or "." in plugin.removesuffix(".py") else None
-    files = [file, *sorted(_beside(file) - {file})]
-    if package is not None and not plugin.endswith(".py"):
-        files = sorted(package.rglob("*.py"))
+    package = file.parent
+    while (package.parent / "__init__.py").is_file():
+        package = package.parent
+    whole = set(package.rglob("*.py")) if (package / "__init__.py").is_file() else set[Path]()
+    files = sorted(whole) if whole and not plugin.endswith(".py") else [file, *sorted((_beside(file) | whole) - {file})]
     for path in files:
         try:
             digest.update(hashlib.sha256(path.read_bytes()).digest())

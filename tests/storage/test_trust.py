@@ -150,6 +150,18 @@ def test_files_are_found_without_an_import(tmp_path, monkeypatch):
     assert Path(str(module)).exists()
 
 
+@pytest.mark.parametrize("place", ["outer.inner.mine:loss", "outer/inner/mine.py:loss"])
+def test_the_outermost_package_counts_as_a_whole(tmp_path, monkeypatch, place):
+    for name in ("outer/__init__.py", "outer/inner/__init__.py", "outer/inner/mine.py"):
+        code(tmp_path, name, "from outer.util import V")
+    util = code(tmp_path, "outer/util.py", "V = 1.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = code_digest(place)
+    Path(util).write_text("V = 9.0")
+    assert code_digest(place) != before
+
+
 def test_what_a_file_imports_from_its_own_folder_counts(tmp_path):
     mine = code(tmp_path, "mine.py", "import json\nfrom near import x\nimport parts.one\n")
     cfg = tiny.config(loss__function=f"{mine}:loss")
