@@ -98,6 +98,8 @@ def _check_policy(path: Path, text: str) -> None:
     if path.is_dir():
         if numbers := sorted(finished(path)):
             raise ConfigError(f"{text}: a folder of checkpoints; name one of them, such as {path}/{numbers[-1]:06d}")
+        if path.name.isdecimal() and (path.parent.parent / "config.yaml").is_file():
+            raise ConfigError(f"{text}: this checkpoint was not finished: it has no {MANIFEST}; use another")
         raise ConfigError(f"{text}: has neither config.yaml nor config.json; expected {EXPECTED} or a hub name")
     if path.exists():
         raise ConfigError(f"{text}: a file; expected {EXPECTED} or a hub name")

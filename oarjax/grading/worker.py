@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,6 +138,8 @@ def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Asy
         batch = list(samples)
         try:
             values = asyncio.run(_before(function(batch), limits.deadline)) if waits else function(batch)
+            if isinstance(values, Mapping | Set):
+                raise TypeError(f"returned a {type(values).__name__}; return a list, one value per sample in order")
             values = list(values)
         except (Exception, SystemExit) as error:
             outcomes: list[Graded] = [_failure(error, function)] * len(batch)

@@ -8,6 +8,7 @@ processes of their own (``oarjax.environments``); the first process of a run ask
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -89,7 +90,7 @@ class EpisodeSource(EpisodesFromTurns):
     ) -> None:
         super().__init__(source)
         self._environments, self._text, self._reply = environments, text, reply
-        self._columns_of, self._most = columns_of, most
+        self._columns_of, self._most, self._has_failed = columns_of, most, False
 
     def draw(
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
@@ -152,8 +153,13 @@ class EpisodeSource(EpisodesFromTurns):
         """Ask on the first process, for all of them."""
         if not episodes:
             return []
-        steps = gather([list(step) for step in ask(episodes)] if is_first() else None)[0]
-        return [(episode, Step(*step)) for episode, step in zip(episodes, steps, strict=True)]
+        given = gather([list(step) for step in ask(episodes)] if is_first() else None)[0]
+        steps = [Step(*step) for step in given]
+        why = next((step.failed for step in steps if step.failed), "")
+        if why and not self._has_failed and is_first():  # metrics and notes count the others
+            warnings.warn(f"an episode is left out, since its environment failed: {why[:500]!r}", stacklevel=2)
+        self._has_failed |= bool(why)
+        return list(zip(episodes, steps, strict=True))
 
 
 def _written(step: Step) -> str | None:

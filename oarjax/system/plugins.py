@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 
 def import_plugin(plugin: str) -> ModuleType:
-    """Import a Python file (``path/to/mine.py``) or a module on the path (``package.mine``).
+    """Import a Python file (``path/to/mine.py``) or a module on the path (``package.mine``); it prints to stderr.
 
     Raises:
         ImportError: it is none, or calls sys.exit; or whatever it raises itself.
     """
     try:
-        return _import_plugin(plugin)
+        with redirect_stdout(sys.stderr):  # stdout may be one JSON document
+            return _import_plugin(plugin)
     except SystemExit as error:
         raise ImportError(f"it calls sys.exit({error.code!r})") from error
 
@@ -80,7 +82,7 @@ def import_object(target: str, *, field: str, expected: type) -> Any:
         ) from error
     if not hasattr(module, name):
         raise ValueError(f"{field}: {plugin} defines no {name}; check the name")
-    value = vars(module)[name]
+    value = getattr(module, name)
     if not isinstance(value, expected):
         raise ValueError(f"{field}: expected a {expected.__name__}, got {target} of type {type(value).__name__}")
     return value

@@ -356,11 +356,15 @@ def test_targets_that_are_no_policy(tmp_path):
     numbered = tmp_path / "checkpoints" / "000020"
     numbered.mkdir(parents=True)
     write_manifest(numbered, {})
+    cut = tmp_path / "of_a_run" / "checkpoints" / "000040"
+    cut.mkdir(parents=True)
+    (tmp_path / "of_a_run" / "config.yaml").touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.yaml").write_text("a: [")
     for name, says in (
         ("broken", "config.yaml: not valid YAML"),
         ("checkpoints", "a folder of checkpoints; name one of them, such as .*/checkpoints/000020"),
+        ("of_a_run/checkpoints/000040", "this checkpoint was not finished: it has no manifest.json; use another"),
         ("checkpoints/000099", "no such checkpoint; expected one of 000020"),
         ("", r"has neither config.yaml nor config.json; expected a run folder \(runs/demo\), one of its checkpoints"),
         ("broken/config.yaml", "a file; expected a run folder"),

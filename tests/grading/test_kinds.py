@@ -109,6 +109,17 @@ def test_batch_group_and_async_rewards_beside_the_pool(plugin):
     assert re.fullmatch(r"kinds_best: .*kinds.py, line 22, returned None or NaN: not graded; .*", grades.notes[4])
 
 
+@pytest.mark.parametrize("values", [{0: 1.0, 1: 2.0}, {1.0, 2.0}])
+def test_values_without_an_order_are_refused(values):
+    found = []
+    limits = worker.AsyncLimits(1.0, 1)
+    worker.make_call(
+        lambda batch: values, "group", [sample("one"), sample("two")], limits, lambda *each: found.append(each)
+    )
+    assert [(row, verdict) for row, (_, verdict, _) in found] == [(0, "crash"), (1, "crash")]
+    assert f"returned a {type(values).__name__}; return a list" in found[0][1][2]
+
+
 @pytest.mark.slow
 def test_a_bad_call_costs_its_own_samples(plugin):
     bad = ["HANG", "DIE", "RAISE", "SHORT"]

@@ -139,9 +139,10 @@ def test_limits_end_episodes_that_their_environment_has_not(made):
 
 
 def test_a_failed_episode_is_a_row_without_a_grade(made):
-    failing = episodes(
-        made, Scripted(lambda e: Step(None, 0.0, "crash: x") if e.columns["problem"] == 1 else Step(None))
-    )
+    fails = Scripted(lambda e: Step(None, 0.0, "crash: x") if e.columns["problem"] == 1 else Step(None))
+    with pytest.warns(UserWarning, match="its environment failed: 'crash: x'") as said:
+        failing = episodes(made, fails)
+    assert len(said) == 1, "once, however many fail"
     group = made[0].rollout.group_size
     rows = np.arange(len(failing.ended)) // group == 1
     assert failing.origin.failed[rows].any()
