@@ -2,7 +2,7 @@
 
 python docs/make_bench.py FILE...
     takes JSON documents of the command, alone on the machine, into docs/data: work on completions of equal length into
-    bench.json, W8 to W11 into bench_ragged.json
+    bench.json, W8 to W11 into bench_ragged.json, with this tree's commit: run it where they were measured
 python docs/make_bench.py
     writes the tables from the numbers that are there
 

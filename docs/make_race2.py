@@ -14,7 +14,7 @@ import json
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,36 +101,31 @@ def tables() -> str:
     """Return what was measured by task, the criteria over the tasks, the values, and what the demo was left for."""
     parts, axes, splits, confirmed = [], dict[str, Axes](), dict[str, str](), dict[str, Measured]()
     for file, (task, *study) in TASKS.items():
-        told, measured, choose = told_of(file, task, *study)
-        parts += told
-        if measured:
-            axes[task], splits[task], confirmed[task] = axes_of(measured), best_split(choose), measured
-    parts += [
-        CRITERIA,
-        *judged(axes, splits),
-        ENDS,
-        ends_table(confirmed, splits),
-        VALUED,
-        valued(),
-        GAPS,
-        gaps_table(),
-    ]
-    parts.append(REST)
+        told = told_of(file, task, *study)
+        parts += told.parts
+        if told.measured:
+            axes[task], splits[task], confirmed[task] = told.axes, best_split(told.choose), told.measured
+    parts += [CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits)]
+    parts += [VALUED, valued(), GAPS, gaps_table(), REST]
     for file, task in REST_OF.items():
-        parts += told_of(file, task, f"study_{file}", None, None)[0]
+        parts += told_of(file, task, f"study_{file}", None, None).parts
     return "\n".join(parts)
 
 
-def told_of(
-    file: str, task: str, name: str, forks: str | None, seeds: list[int] | None
-) -> tuple[list[str], Measured, dict[str, Any]]:
-    """Return a task's text, and once all runs have finished what they measured, and how rates were chosen.
+class Told(NamedTuple):
+    """What the records of a task say: text, and once all runs have finished what they measured."""
 
-    The text: every arm's area and seeds by rate, the seconds of a run, what confirming detects, and what it said.
-    """
+    parts: list[str]
+    measured: Measured
+    axes: Axes
+    choose: dict[str, Any]
+
+
+def told_of(file: str, task: str, name: str, forks: str | None, seeds: list[int] | None) -> Told:
+    """Tell every arm's area and seeds by rate, the seconds of a run, what confirming detects, and what it said."""
     path = HERE / "data" / f"{file}.jsonl"
     if not path.exists():
-        return [f"{task}: no run has finished.\n"], {}, {}
+        return Told([f"{task}: no run has finished.\n"], {}, {}, {})
     study = study_of(path, name, forks, seeds)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     choosing, confirming = ([r for r in records if (r["value"] is None) == of] for of in (False, True))
@@ -141,14 +136,15 @@ def told_of(
     if results.get("budget", {}).get("pairs"):
         parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
     if not confirming:
-        return parts, {}, {}
+        return Told(parts, {}, {}, {})
     runs = len(study.seeds) * len(study.arms)
     said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
     if len(confirming) < runs:
-        return [*parts, f"{said}; they are compared once all have.\n"], {}, {}
+        return Told([*parts, f"{said}; they are compared once all have.\n"], {}, {}, {})
     measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
-    parts += [f"{said}.\n", *compared(study, results, measured, axes_of(measured))]
-    return parts, measured, results.get("choose") or {}
+    axes = axes_of(measured)
+    parts += [f"{said}.\n", *compared(study, results, measured, axes)]
+    return Told(parts, measured, axes, results.get("choose") or {})
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:
@@ -351,7 +347,7 @@ def lower(areas: list[float]) -> float:
 
 def best_rate(areas: dict[float, list[float]]) -> float:
     """Return the rate of the largest mean area less its standard error, on as many seeds as three rates have."""
-    most = sorted(map(len, areas.values()))[-3:][0]
+    most = sorted(map(len, areas.values()))[-3]
     full = {rate: cell[:most] for rate, cell in areas.items() if len(cell) >= most}
     return max(full, key=lambda rate: lower(full[rate]))
 
