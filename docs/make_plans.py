@@ -3,7 +3,6 @@
 python docs/make_plans.py CONFIG...            compiles the programs of these configs for their slices
 python docs/make_plans.py --phases=sample,apply CONFIG...    compiles these phases alone, and keeps the others
 python docs/make_plans.py --check CONFIG...    lowers them alone, and marks phases whose programs are others by now
-python docs/make_plans.py --cycles CONFIG...   prints where an update's time goes, of programs that were compiled here
 python docs/make_plans.py --beside NAME...     compiles variants that pages cite, for docs/data/plans_beside.json
 python docs/make_plans.py                      writes page and headers from the numbers that are there
 
@@ -14,7 +13,6 @@ first, since the commit is noted.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
@@ -26,12 +24,10 @@ from typing import Any
 
 from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.system.chips import CHIPS
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.command import bytes_read, compile_apart, phases_of, plan, topology_of, whole_of, work_of
-from oarjax.tools.plan.programs import LargestShapes, shapes_of
-from oarjax.tools.plan.roofline import Reached
-from oarjax.tools.plan.sums import count, with_seconds
+from oarjax.tools.plan.programs import shapes_of
+from oarjax.tools.plan.sums import with_seconds
 from oarjax.tools.plan.table import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,26 +119,6 @@ def checked(found: Mapping[str, Any], lower: Callable[[str], Mapping[str, Any]])
     return {**found, "phases": phases}
 
 
-def seconds_by_operation(found: Mapping[str, Any], *, shown: int = 8) -> dict[str, float]:
-    """Return where an update's expected seconds go: the peak's share first, then the compiler's cycles by operation."""
-    cfg, chip = load_config(ROOT / found["config"]), CHIPS[found["product"].partition("-")[0]]
-    model = QwenConfig.from_hf(architecture_fields(cfg.policy.path))
-    phase = next(p for p in found["phases"] if p["name"] in ("fused", "update"))
-    (program,) = phase["programs"]
-    text = gzip.decompress((Path(CACHE).expanduser() / f"{program['key']}.hlo.gz").read_bytes()).decode()
-    most = count(text, LargestShapes(**found["shapes"]), cfg.credit, model).operations.most_common()
-    products = phase["executed"] - phase["kernels"]
-    return {
-        "model FLOPs at the peak": phase["model"] / found["chips"] / chip.flops,
-        "executed products at the peak": products / chip.flops,
-        **{name: cycles / chip.clock for name, cycles in most[:shown]},
-        "other passes": sum(cycles for _, cycles in most[shown:]) / chip.clock,
-        "kernels, at half of the peak": phase["kernels"] / (chip.flops * Reached().kernels),
-        "links": phase["links_expected"],
-        "together, without the first two": phase["seconds_compiler"],
-    }
-
-
 def renewed(found: Mapping[str, Any]) -> dict[str, Any]:
     """Compute anew what follows from what the programs of a plan's phases count."""
     cfg = load_config(ROOT / found["config"])
@@ -183,10 +159,6 @@ def main(arguments: list[str]) -> int:
             print(f"{name}: {beside[name]['phase']['seconds_expected']:.1f} s", flush=True)
         names = []
     plans = {Path(found["config"]).stem: found for found in json.loads((ROOT / FILE).read_text(encoding="utf-8"))}
-    if "--cycles" in arguments:
-        for name in names:
-            print(name, json.dumps(seconds_by_operation(plans[name]), indent=1))
-        return 0
     write([*plans.values()])
     for name in names:
         if "--check" in arguments:

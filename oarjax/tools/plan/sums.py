@@ -25,6 +25,7 @@ from oarjax.run.adapters import trained_count
 from oarjax.run.custom import find_credit
 from oarjax.run.shapes import times_again
 from oarjax.system.chips import Chip
+from oarjax.tools.plan.cycles import largest_operations
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
 from oarjax.tools.plan.programs import LargestShapes, planned_prompt_rows, shapes_of, times_of
@@ -182,6 +183,7 @@ def phase_of(
         "moved": work.moved,
         "passed": work.passed,
         "links_expected": links,
+        "operations": largest_operations(work.operations),
         "seconds_compiler": work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + streamed + links,
         "aliased": max(p["memory"]["aliased"] for p in result["programs"]),
         "chips": chips,

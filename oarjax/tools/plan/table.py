@@ -10,6 +10,7 @@ from rich.table import Table
 
 from oarjax.costs import Number
 from oarjax.system.chips import GIB
+from oarjax.tools.plan.cycles import cycles_table
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
 from oarjax.tools.plan.overlap import describe_overlap
 from oarjax.tools.plan.public import before_table, public_table, served_line
@@ -306,6 +307,8 @@ def markdown(
     lines += [] if served is None else ["", served_line(served)]
     if before is not None:
         lines += ["", "## Beside an earlier version", "", BEFORE, "", *before_table(plans, before)]
+    if cycles := cycles_table(plans):
+        lines += ["", "## Where an update's time goes", "", *cycles]
     for plan in plans:
         lines += ["", f"## {plan['config']}", "", f"{title(plan)}.", ""]
         names = columns_of(plan)
