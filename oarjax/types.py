@@ -50,7 +50,7 @@ class Origin:
     versions: Int32[Array, "B T"]  # iterations that the policy that drew it had learned from; -1: it drew none
     episode: Int32[Array, "B"]
     rewards: Float32[Array, "B T"] | None = None  # an environment's, at the last token of each turn; None without one
-    failed: Bool[Array, "B"] | None = None  # the environment did: the row is not graded
+    failed: Any = None  # why the environment did, so that the row is not graded, [B] of texts: "" where it did not
     states: Any = None  # the public attributes of the environments at their ends, [B] of JSON texts or None
 
 

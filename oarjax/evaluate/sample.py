@@ -122,7 +122,7 @@ def run(
             console.print(Text(visible(prompts[row // count]), style="dim"))
         cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
         if rollout.origin is not None and rollout.origin.failed is not None and rollout.origin.failed[row]:
-            cut = "  [the environment failed]"
+            cut = f"  [the environment failed: {visible(rollout.origin.failed[row])}]"
         transcript = Text()
         for turn in played_turns(rollout, table, rows=[row])[0]:
             observed = "\n" + turn.observed.strip("\n") + "\n" if transcript else turn.observed

@@ -274,9 +274,9 @@ WARNINGS = (
         "ungraded",
         above,
         0.05,
-        "{now:.0%} of completions could not be graded (timeout, crash or None) and were left out: "
-        "raise grading.deadline (of batch, group and async rewards grading.call_deadline) or grading.memory_mb, or "
-        "return a number",
+        "{now:.0%} of completions could not be graded (timeout, crash or None) and were left out: raise "
+        "grading.deadline (of batch, group and async rewards grading.call_deadline, of environments their own) or "
+        "grading.memory_mb, or return a number",
     ),
     Rule(
         "no_answer",

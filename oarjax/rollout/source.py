@@ -50,6 +50,7 @@ class Turn(NamedTuple):
     observed: tuple[int, ...] = ()  # what an environment said since the row's turn before
     reward: float | None = None  # an environment's, for this turn; None: there is no environment
     state: str | None = None  # the environment's public attributes at its end, as JSON
+    failed: str = ""  # why the environment did, where ``finish`` is error
 
 
 class Batch(NamedTuple):
@@ -325,7 +326,7 @@ def rollout_of(batch: Batch, pairs: Sequence[tuple[Request, Turn]], *, pad_id: i
     turns, versions = np.zeros((count, T), np.int32), np.full((count, T), -1, np.int32)
     ended, lengths, experts = np.zeros(count, bool), np.zeros(count, np.int32), None
     teacher = np.zeros((count, T), np.float32) if any(turn.teacher_logps is not None for _, turn in pairs) else None
-    rewards, failed, states = np.zeros((count, T), np.float32), np.zeros(count, bool), np.full(count, None)
+    rewards, failed, states = np.zeros((count, T), np.float32), np.full(count, "", object), np.full(count, None)
     plays = any(turn.reward is not None for _, turn in pairs)
     for request, turn in sorted(pairs, key=lambda pair: pair[0].id):
         b, prompt, length = request.id.row, request.prompt_length, lengths[request.id.row]
@@ -338,7 +339,8 @@ def rollout_of(batch: Batch, pairs: Sequence[tuple[Request, Turn]], *, pad_id: i
         ids[b, length:start], ids[b, span], completion[b, span] = request.tokens[prompt + length :], turn.tokens, True
         logps[b, span], whole_logps[b, span] = turn.logps, turn.logps if turn.whole_logps is None else turn.whole_logps
         turns[b, length:stop], versions[b, span] = request.id.turn, turn.versions
-        lengths[b], ended[b], failed[b] = stop, turn.finish == "stop", turn.finish == "error"
+        lengths[b], ended[b] = stop, turn.finish != "length"
+        failed[b] = turn.failed
         rewards[b, stop - 1], states[b] = turn.reward or 0, turn.state
         if teacher is not None:
             teacher[b, span] = 0 if turn.teacher_logps is None else turn.teacher_logps

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from oarjax.data.problems import Problem
 from oarjax.environments.pool import Environments, Episode
 from oarjax.grading.grader import Grader
 from oarjax.grading.pool import GraderError
@@ -19,13 +18,14 @@ from oarjax.types import Grades
 AROUND = {"boxed": r"\boxed{%s}", "hash": "#### %s", "tag": "<answer>%s</answer>"}
 """An answer as each style marks it. A custom pattern may or may not match the bare answer."""
 
+NONSENSE = "flurb"
 COMPLETIONS = ("the reference answer", "nonsense")
 READERS = ("exact", "math")
 """Rewards that must be 1 for the reference answer."""
 
 
 def try_rewards(run: Run, grader: Grader) -> None:
-    """Begin an episode of the first problem; grade its reference answer, and nonsense, and warn of odd grades.
+    """Play a turn of the first problem; grade its reference answer, and nonsense, and warn of odd grades.
 
     A program that plays episodes itself is started.
 
@@ -35,12 +35,12 @@ def try_rewards(run: Run, grader: Grader) -> None:
     """
     problem = next(iter(run.train.problems))
     if isinstance(run.environments, Environments):
-        _try_environment(run.environments, problem.columns)
+        _try_environment(run.environments, problem)
     if isinstance(driver := run.environments, DriverLink):
         task_of(problem)
         only_first(driver.open)
     frame = AROUND.get(run.cfg.credit.answer.style, "%s")
-    texts = (frame.replace("%s", problem.reference), "flurb")
+    texts = (frame.replace("%s", problem.reference), NONSENSE)
     grades = grader.grade(
         [
             # A tokenizer need not know these texts: characters stand for tokens.
@@ -67,13 +67,16 @@ def try_rewards(run: Run, grader: Grader) -> None:
         OnceWarnings(run.console).say("rewards", f"the reference answer of the first training problem {doubt}")
 
 
-def _try_environment(environments: Environments, columns: dict[str, Any]) -> None:
-    """Begin an episode and end it at once."""
-    (step,) = environments.finish([Episode(columns, 0, ())])
+def _try_environment(environments: Environments, problem: Problem) -> None:
+    """Begin an episode, answer with the problem's reference, or nonsense without one, and end it."""
+    episode = Episode(problem.columns, 0, (problem.reference or NONSENSE,))
+    (step,) = environments.advance([episode])
+    if step.text is not None:
+        (step,) = environments.finish([episode._replace(observations=(step.text,))])
     if step.failed:
         raise GraderError(
-            f"rollout.environment: an episode of the first training problem (columns {', '.join(columns)}) fails: "
-            f"{step.failed}; fix the class and start again"
+            f"rollout.environment: an episode of the first training problem (columns {', '.join(problem.columns)}), "
+            f"answered with {episode.texts[0]!r:.60}, fails: {step.failed}; fix the class and start again"
         )
 
 

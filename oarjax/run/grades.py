@@ -28,7 +28,7 @@ from oarjax.rollout.stop_strings import cut_text
 from oarjax.sources.driven import DriverLink
 from oarjax.step.minibatches import join_grades
 from oarjax.system.processes import gather_grades, share, values_here
-from oarjax.types import Grades, Rollout
+from oarjax.types import Grades, Rollout, Verdict
 
 
 def grader_of(grading: GradingConfig, answer: AnswerSettings) -> Grader:
@@ -223,14 +223,18 @@ def last_states(rollout: Rollout) -> list[dict[str, Any] | None]:
 
 def without_failed(grades: Grades, rollout: Rollout) -> Grades:
     """Return grades without those of rows whose environment failed."""
-    if rollout.origin is None or rollout.origin.failed is None or not np.any(rollout.origin.failed):
+    reasons = [] if rollout.origin is None or rollout.origin.failed is None else list(rollout.origin.failed)
+    if not any(reasons):
         return grades
-    failed = np.asarray(rollout.origin.failed)
-    nan = np.float32(np.nan)
+    failed, nan = np.array([bool(reason) for reason in reasons]), np.float32(np.nan)
     return replace(
         grades,
         rewards=np.where(failed, nan, grades.rewards),
         per_reward={name: np.where(failed, nan, values) for name, values in grades.per_reward.items()},
-        verdicts=["ungraded" if f else v for f, v in zip(failed, grades.verdicts)],
-        notes=["the environment failed" if f else note for f, note in zip(failed, grades.notes)],
+        verdicts=[_verdict_of(why) if why else verdict for why, verdict in zip(reasons, grades.verdicts)],
+        notes=[f"the environment failed: {why}" if why else note for why, note in zip(reasons, grades.notes)],
     )
+
+
+def _verdict_of(reason: str) -> Verdict:
+    return "timeout" if reason.startswith("timeout") else "crash"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import queue
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,8 +183,7 @@ class DrivenEpisodes(EpisodesFromTurns):
                 names[name].limit = limit
             self._answer(batch, names, news["asked"], requests)
         never = [row for row in names.values() if not row.turns]
-        if failed := [row.ended.failed for row in names.values() if row.ended and not row.limit and row.ended.failed]:
-            print(f"verifiers: {len(failed)} of {len(names)} episodes failed, first: {failed[0]}", file=sys.stderr)
+        failed = [row.ended.failed for row in names.values() if row.ended and not row.limit and row.ended.failed]
         if len(never) == len(names):
             why = (failed and failed[0]) or "they end without, and say that they did not fail"
             raise PlayerError(f"rollout.environment: no episode asks for a turn: {why}")
@@ -297,8 +295,8 @@ def _closed(row: _DrivenRow) -> list[Turn]:
     end = row.ended
     assert end is not None
     failed = end.failed and (end.state is None or not row.limit)  # at a limit its task may call the refusal a failure
-    finish = "error" if failed else row.limit or last.finish
+    why, finish = (end.failed, "error") if failed else ("", row.limit or last.finish)
     state = None if end.state is None else json.dumps(end.state)
     # of those before, one that was cut at the request's own limit did not end the row
     earlier = [turn._replace(finish="stop") for turn in earlier]
-    return [*earlier, last._replace(finish=finish, reward=end.reward, state=state)]
+    return [*earlier, last._replace(finish=finish, reward=end.reward, state=state, failed=why)]

@@ -8,7 +8,6 @@ processes of their own (``oarjax.environments``); the first process of a run ask
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -90,7 +89,7 @@ class EpisodeSource(EpisodesFromTurns):
     ) -> None:
         super().__init__(source)
         self._environments, self._text, self._reply = environments, text, reply
-        self._columns_of, self._most, self._has_failed = columns_of, most, False
+        self._columns_of, self._most = columns_of, most
 
     def draw(
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
@@ -119,8 +118,7 @@ class EpisodeSource(EpisodesFromTurns):
                     finished[turn.id], limited[turn.id] = turn._replace(reward=0.0), row.episode
                     continue
                 episode, step = next(answers)
-                finish = "error" if step.failed else "stop"
-                finished[turn.id] = turn._replace(reward=step.reward, finish=finish, state=_written(step))
+                finished[turn.id] = _after(turn, step)
                 if step.text is None:
                     continue
                 episode = episode._replace(observations=(*episode.observations, step.text))
@@ -143,9 +141,7 @@ class EpisodeSource(EpisodesFromTurns):
         """Add what environments give at the end to the last turns of episodes that they did not end themselves."""
         for id, (_, step) in zip(stopped, self._ask(self._environments.finish, list(stopped.values()))):
             turn = ended[id]
-            reward = (turn.reward or 0.0) + step.reward
-            finish = "error" if step.failed else turn.finish
-            ended[id] = turn._replace(reward=reward, finish=finish, state=_written(step))
+            ended[id] = _after(turn, step)
 
     def _ask(
         self, ask: Callable[[Sequence[Episode]], list[Step]], episodes: list[Episode]
@@ -154,17 +150,14 @@ class EpisodeSource(EpisodesFromTurns):
         if not episodes:
             return []
         given = gather([list(step) for step in ask(episodes)] if is_first() else None)[0]
-        steps = [Step(*step) for step in given]
-        why = next((step.failed for step in steps if step.failed), "")
-        if why and not self._has_failed and is_first():  # metrics and notes count the others
-            warnings.warn(f"an episode is left out, since its environment failed: {why[:500]!r}", stacklevel=2)
-        self._has_failed |= bool(why)
-        return list(zip(episodes, steps, strict=True))
+        return list(zip(episodes, (Step(*step) for step in given), strict=True))
 
 
-def _written(step: Step) -> str | None:
-    """Return the state of an environment at its end as JSON."""
-    return None if step.state is None else json.dumps(step.state)
+def _after(turn: Turn, step: Step) -> Turn:
+    """Return a turn with what the environment gave for it, and its state at the end as JSON."""
+    finish = "error" if step.failed else turn.finish
+    reward, state = (turn.reward or 0.0) + step.reward, None if step.state is None else json.dumps(step.state)
+    return turn._replace(reward=reward, finish=finish, state=state, failed=step.failed)
 
 
 def with_turn(episode: Episode, text: str) -> Episode:

@@ -72,7 +72,7 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
         "turns": float(1 + np.where(extent, origin.turns, 0).max(1).mean()),
         "observed_tokens": float((extent & ~np.asarray(rollout.completion)).sum(1).mean()),
         "prefilled_again": prefilled_again(rollout),
-        "episodes_failed": float(np.mean(origin.failed)),
+        "episodes_failed": float(np.mean([bool(reason) for reason in origin.failed])),
     }
 
 

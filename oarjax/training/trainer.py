@@ -272,17 +272,19 @@ def _due(iteration: int, last: int, *, every: int) -> bool:
 
 
 def explain_grades(grades: Grades, warnings: OnceWarnings) -> None:
-    """Warn once a run about a reward's exceptions, and about one that returns no number.
+    """Warn once a run of what crashed, what took too long, and of rewards that return no number.
 
     Raises:
         GraderError: every completion crashed, so that nothing can be learned; quotes the first exception.
     """
-    for verdict, what in (("crash", "grading crashed on"), ("ungraded", "rewards gave no number for")):
+    for verdict, what in (
+        ("crash", "grading crashed on"),
+        ("timeout", "no verdict came in time for"),
+        ("ungraded", "rewards gave no number for"),
+    ):
         notes = [note for outcome, note in zip(grades.verdicts, grades.notes) if outcome == verdict]
         if notes and verdict == "crash" and len(notes) == len(grades.verdicts):
-            raise GraderError(
-                f"grading crashed on every completion, first with: {notes[0]}; fix the reward and run it again"
-            )
+            raise GraderError(f"grading crashed on every completion, first with: {notes[0]}; mend it and run it again")
         if notes:
             message = f"{what} {len(notes)} of {len(grades.verdicts)} completions, first with: {notes[0]}"
             warnings.say(f"grades/{verdict}", message)

@@ -164,7 +164,7 @@ def test_what_a_program_may_do_wrong_costs_its_episode_alone(made):
         return 1.0
 
     rollout, driver = draw(made, plays, deadline=1.0)
-    failed = dict(zip(driver.told, rollout.origin.failed.tolist()))
+    failed = dict(zip(driver.told, map(bool, rollout.origin.failed)))
     kinds = dict(zip(driver.told, (kinds[n] for n in range(len(kinds)))))
     for name, kind in kinds.items():
         assert failed[name] == (kind in (fork, hot, hang, unjudged)), kind

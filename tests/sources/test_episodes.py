@@ -7,18 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 
 from oarjax.data.problems import Problem
 from oarjax.environments.pool import Step
 from oarjax.errors import ConfigError
+from oarjax.grading.pool import GraderError
+from oarjax.report.console import OnceWarnings
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.source import Batch, requested, rollout_of
-from oarjax.run.grades import last_states, turn_rewards, written_turns
+from oarjax.run.grades import last_states, turn_rewards, without_failed, written_turns
 from oarjax.run.hints import HintReader, played_turns
 from oarjax.sources.episodes import EpisodeSource
 from oarjax.step.hints import turn_marks
 from oarjax.step.iteration import iterate
-from oarjax.types import AnswerSpan, Hints
+from oarjax.step.minibatches import join_grades
+from oarjax.training.trainer import explain_grades
+from oarjax.types import AnswerSpan, Grades, Hints
 
 LONG = 24
 
@@ -140,14 +145,31 @@ def test_limits_end_episodes_that_their_environment_has_not(made):
 
 def test_a_failed_episode_is_a_row_without_a_grade(made):
     fails = Scripted(lambda e: Step(None, 0.0, "crash: x") if e.columns["problem"] == 1 else Step(None))
-    with pytest.warns(UserWarning, match="its environment failed: 'crash: x'") as said:
-        failing = episodes(made, fails)
-    assert len(said) == 1, "once, however many fail"
+    failing = episodes(made, fails)
     group = made[0].rollout.group_size
     rows = np.arange(len(failing.ended)) // group == 1
-    assert failing.origin.failed[rows].any()
-    assert not failing.origin.failed[~rows].any()
-    assert not failing.ended[failing.origin.failed].any()
+    failed = failing.origin.failed == "crash: x"
+    assert failed[rows].any()
+    assert set(failing.origin.failed[~failed]) == {""}
+    assert not failed[~rows].any()
+    assert failing.ended[failed].all(), "its policy was not cut"
+
+
+@pytest.mark.parametrize(("reason", "verdict"), [("crash: x", "crash"), ("timeout: no answer", "timeout")])
+def test_why_an_environment_failed_is_said_with_the_grades(made, reason, verdict):
+    failing = episodes(made, Scripted(lambda episode: Step(None, 0.0, reason)))
+    cut, rows = failing.origin.failed == "", len(failing.ended)
+    ones, none = np.ones(rows, np.float32), [None] * rows
+    grades = without_failed(Grades(ones, {"x": ones}, ["graded"] * rows, none, [""] * rows), failing)
+    assert grades.verdicts == ["graded" if b else verdict for b in cut]
+    assert set(grades.notes) - {""} == {f"the environment failed: {reason}"}
+    assert np.array_equal(np.isnan(grades.rewards), ~cut)
+    lost, warnings = join_grades([grades], np.flatnonzero(~cut)), OnceWarnings(Console(quiet=True), answers=False)
+    if verdict == "crash":  # nothing can be learned
+        with pytest.raises(GraderError, match=r"on every completion, .*environment failed: crash: x; mend it"):
+            explain_grades(lost, warnings)
+    else:
+        explain_grades(lost, warnings)
 
 
 def test_an_iteration_learns_from_what_the_policy_wrote_alone(made):
