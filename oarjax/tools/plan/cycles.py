@@ -1,4 +1,4 @@
-"""Where the time of scores and update goes, by the cycles that the TPU's compiler states for its own instructions."""
+"""Tabulate where the time of scores and update goes, by the cycles that the TPU's compiler states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT, SHOWN = 12, 6
 OTHERS = "other passes"
 
 
-def largest_operations(operations: Counter[str], kept: int = KEPT) -> dict[str, float]:
+def largest_operations(operations: Counter[str], kept: int = KEPT) -> Mapping[str, float]:
     """Return the cycles of the operations that take most, and of all others together."""
     most = dict(operations.most_common(kept))
     return most | {OTHERS: operations.total() - sum(most.values())}
