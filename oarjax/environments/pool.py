@@ -101,6 +101,7 @@ class Environments:
             deadline=deadline,
             memory_mb=memory_mb,
             joint=True,
+            code=() if name.startswith("builtin:") else (name,),
             reply="answer",
         )
         numbers = count()

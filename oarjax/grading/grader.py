@@ -107,6 +107,7 @@ class Grader:
                 memory_mb=resident_mb,
                 grace=GRACE if joint else 0.0,
                 joint=joint,
+                code=tuple(files),
             )
             return Pool(kind, lambda: RewardBatch(parts, joint=joint, workers=count), workers=count)
 

@@ -35,6 +35,7 @@ from typing import Any, Literal
 from oarjax.errors import UserError
 from oarjax.grading.link import InvalidMessage, Link
 from oarjax.grading.process_tree import clock_seconds, end_tree, memory_mb, usage
+from oarjax.storage.trust import code_digest
 from oarjax.types import Verdict
 
 POLL = 0.05  # seconds between checks of deadlines and memory
@@ -56,6 +57,7 @@ class WorkerKind:
     memory_mb: int  # limit of the resident memory of a worker and its descendants
     grace: float = 0.0  # seconds after the deadline in which a worker itself may report that it is late
     joint: bool = False  # the replies to a call come in any order, and share the fate of their worker
+    code: tuple[str, ...] = ()  # the user's, as ``code_digest`` takes it
     reply: str = "verdict"
 
 
@@ -131,6 +133,7 @@ class Pool:
 
     def __init__(self, kind: WorkerKind, work: Callable[[], CallQueue], *, workers: int):
         self._kind, self._work, self._size = kind, work, workers
+        self._code = {code: code_digest(code) for code in kind.code}
         self.workers: list[Worker] = []
         self._failures = 0
         self._number = 0  # of samples sent so far
@@ -202,8 +205,19 @@ class Pool:
                     self._enforce_limits(worker, batch, elapsed)
 
     def _start_missing(self) -> None:
+        if len(self.workers) < self._size:
+            self._check_code()
         while len(self.workers) < self._size:
             self.workers.append(_start(self._kind))
+
+    def _check_code(self) -> None:
+        """Check that a new worker would import the code that the others have."""
+        for code, digest in self._code.items():
+            if code_digest(code) != digest:
+                raise GraderError(
+                    f"{code} has changed since the pool for {self._kind.name} was made, and a worker that starts now "
+                    "would run the new code; put the old one back to go on with this run, or start another"
+                )
 
     def _wait(self) -> None:
         """Return once a worker has sent data or accepts more, or it is time to check the clock."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,22 +82,40 @@ def find_credit(credit: CreditSettings) -> ResolvedMethod:
     return resolve_method(credit, custom=find_method(credit), probe=find_probe(credit))
 
 
-def find_loss(loss: LossConfig) -> TokenLoss | None:
-    """Import the loss that loss.function names.
+class CustomFunctions(NamedTuple):
+    """The functions that a config names, None where it names none."""
+
+    loss: TokenLoss | None
+    advantages: AdvantageFunction | None
+    optimizer: OptimizerFunction | None
+    warm_optimizer: OptimizerFunction | None
+
+    def check_optimizers(self, optim: OptimConfig, warm: OptimConfig | None, params: Any) -> None:
+        """Trace what the optimizers, of the iterations and of a warm start, do with the parameters that are trained.
+
+        Raises:
+            ConfigError: one raised an error, or its updates have other shapes.
+        """
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, optim, params, "optim.function")
+        if self.warm_optimizer is not None and warm is not None:
+            check_optimizer(self.warm_optimizer, warm, params, "sft.optim.function")
+
+
+def find_custom(cfg: Config) -> CustomFunctions:
+    """Import the functions of loss, advantages and optimizers that a config names, and try them at small shapes.
 
     Raises:
-        ConfigError: it cannot be imported, or is not a function.
+        ConfigError: one cannot be imported, is not a function, raised an error, or returned something else.
     """
-    return _find_function(loss.function, "loss.function", loss.settings)
-
-
-def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
-    """Import the function that advantage.function names.
-
-    Raises:
-        ConfigError: it cannot be imported, or is not a function.
-    """
-    return _find_function(advantage.function, "advantage.function", advantage.settings)
+    loss = _find_function(cfg.loss.function, "loss.function", cfg.loss.settings)
+    if loss is not None:
+        check_loss(loss, cfg.loss, updates=cfg.update.epochs * cfg.update.minibatches)
+    advantages = _find_function(cfg.advantage.function, "advantage.function", cfg.advantage.settings)
+    if advantages is not None:
+        check_advantages(advantages, cfg.advantage, cfg.grading, group=cfg.rollout.group_size)
+    warm = None if cfg.sft is None else find_optimizer(cfg.sft.optim, field="sft.optim.function")
+    return CustomFunctions(loss, advantages, find_optimizer(cfg.optim), warm)
 
 
 def find_optimizer(optim: OptimConfig, *, field: str = "optim.function") -> OptimizerFunction | None:
@@ -107,20 +125,27 @@ def find_optimizer(optim: OptimConfig, *, field: str = "optim.function") -> Opti
         ConfigError: it cannot be imported, is not a function, refuses the settings, or builds no optimizer.
     """
     function = _find_function(optim.function, field)
-    if function is None:
-        return None
-    like = {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}
+    if function is not None:
+        check_optimizer(function, optim, {"kernel": _spec(jnp.float32, 2, 3), "bias": _spec(jnp.float32, 3)}, field)
+    return function
+
+
+def check_optimizer(function: OptimizerFunction, optim: OptimConfig, params: Any, field: str) -> None:
+    """Build a custom optimizer, and trace its update of parameters of these shapes.
+
+    Raises:
+        ConfigError: it raised an error, or its updates have other shapes.
+    """
     try:
         tx = custom_optimizer(function, optax.constant_schedule(optim.lr), optim.settings, clip_norm=optim.clip_norm)
-        updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), like)
+        updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     except Exception as error:  # whatever a user's function raises
         raise ConfigError(
             f"{field}: {optim.function} with learning_rate and {optim.settings} fails ({type(error).__name__}: "
             f"{error}); expected an optax optimizer, correct {field.removesuffix('function')}settings"
         ) from error
-    if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, like):
+    if jax.tree.map(lambda x: x.shape, updates) != jax.tree.map(lambda x: x.shape, params):
         raise ConfigError(f"{field}: the updates of {optim.function} have other shapes than the params; set another")
-    return function
 
 
 def _find_function(name: str | None, field: str, settings: Mapping[str, Any] | None = None) -> Any:
@@ -309,21 +334,6 @@ def check_loss(function: TokenLoss, loss: LossConfig, *, updates: int) -> None:
     means = [result[0], *result[1].values()] if _is_pair(result) else [None]
     if not all(isinstance(m, Mean) and m.total.shape == m.count.shape == () for m in means):
         raise ConfigError(f"{field}: expected {expected}, got {_shapes(result)}")
-
-
-def check_custom(cfg: Config) -> None:
-    """Check the functions that loss.function, advantage.function and optim.function name.
-
-    Raises:
-        ConfigError: one cannot be imported, raised an error, or returned something else.
-    """
-    if function := find_loss(cfg.loss):
-        check_loss(function, cfg.loss, updates=cfg.update.epochs * cfg.update.minibatches)
-    find_optimizer(cfg.optim)
-    if cfg.sft is not None:
-        find_optimizer(cfg.sft.optim, field="sft.optim.function")
-    if advantages := find_advantages(cfg.advantage):
-        check_advantages(advantages, cfg.advantage, cfg.grading, group=cfg.rollout.group_size)
 
 
 def check_advantages(

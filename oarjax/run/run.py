@@ -43,7 +43,7 @@ from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.apart import Apart, describe_mesh, learning_mesh, open_apart
 from oarjax.run.checks import check_grading, check_lengths, check_processes, check_report
-from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
+from oarjax.run.custom import CustomFunctions, check_credit, find_credit, find_custom
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of, open_environments, written_turns
 from oarjax.run.hints import HintReader, hints_of, spelled_keywords
@@ -54,7 +54,6 @@ from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts, r
 from oarjax.run.teacher import check_teacher, policy_of, read_teacher
 from oarjax.sources.driven import DriverLink
 from oarjax.sources.episodes import play
-from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
 from oarjax.step.programs import RolloutLayout, Shardings, make_optimizer, make_steps
 from oarjax.step.spans import Ending, find_spans, with_endings
@@ -184,7 +183,7 @@ class Run:
 
     @cached_property
     def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:
-        return make_optimizer(self.cfg, function=find_optimizer(self.cfg.optim))
+        return make_optimizer(self.cfg, function=self.custom.optimizer)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -227,8 +226,8 @@ class Run:
             rollout=self.rollout_layout,
             keyword_table=self.keyword_table,
             method=self.credit,
-            custom_loss=self.custom_loss,
-            custom_advantages=find_advantages(self.cfg.advantage),
+            custom_loss=self.custom.loss,
+            custom_advantages=self.custom.advantages,
             reference_policy=policy_of(read_teacher(self.cfg.loss.teacher, self.cfg.policy, self.mesh)),
         )
 
@@ -280,9 +279,9 @@ class Run:
         return find_credit(self.cfg.credit)
 
     @cached_property
-    def custom_loss(self) -> TokenLoss | None:
-        """The loss of loss.function."""
-        return find_loss(self.cfg.loss)
+    def custom(self) -> CustomFunctions:
+        """The functions that loss.function and the like name."""
+        return find_custom(self.cfg)
 
     @cached_property
     def keyword_table(self) -> KeywordTable | None:
@@ -433,13 +432,13 @@ def open_run(
     check_processes(cfg.checkpoint, cfg.grading, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
     PEERS.link()
-    check_custom(cfg)
+    _ = run.custom  # imported now, and not after minutes in which a file may change
     if hold is not None and run.first:
         hold()
     check_layouts(cfg, run.model, run.mesh)
     check_lengths(cfg, run.model)
     check_teacher(cfg.loss.teacher, run.tokenizer)
-    trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
+    run.custom.check_optimizers(cfg.optim, cfg.sft and cfg.sft.optim, trained_shapes(cfg.lora, run.model))
     start_adapters(cfg.lora, run.model, run.console)
     for part in ("table", "pairs", "train", "held_out"):
         getattr(run, part)

@@ -8,7 +8,6 @@ config names is unchanged since.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from oarjax.config.schema import Config
 from oarjax.errors import UserError
 from oarjax.storage.durable import cannot_read, write_durably
 from oarjax.storage.folder import run_id
-from oarjax.system.plugins import plugin_file
+from oarjax.system.plugins import PACKAGE, imported_names, plugin_file
 
 
 class UntrustedCode(UserError, RuntimeError):
@@ -97,21 +96,11 @@ def _beside(file: Path) -> set[Path]:
     """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
     files, todo = {file}, [file]
     while todo:
-        try:
-            tree = ast.parse(todo.pop().read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # its content counts all the same
-            continue
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names.append(node.module)
-            for name in names:
-                if name.split(".")[0] == "oarjax":
-                    continue  # in a clone this package lies beside the file; it is imported already
-                top = file.parent / name.split(".")[0]
-                modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
-                todo += modules - files
-                files |= modules
+        for name in imported_names(todo.pop()) - {PACKAGE}:  # in a clone it lies beside the file, imported already
+            top = file.parent / name
+            modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
+            todo += modules - files
+            files |= modules
     return files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -24,10 +25,20 @@ def import_plugin(plugin: str) -> ModuleType:
         raise ImportError(f"it calls sys.exit({error.code!r})") from error
 
 
+PACKAGE = __name__.partition(".")[0]
+
+_imported: dict[Path, tuple[bytes, ModuleType]] = {}
+"""Files that this process has imported, with their content then."""
+
+
 def _import_plugin(plugin: str) -> ModuleType:
     if not plugin.endswith(".py"):
         return importlib.import_module(plugin)
     path = Path(plugin).expanduser().resolve()
+    content = path.read_bytes()
+    known, module = _imported.get(path, (None, None))
+    if module is not None and known == content:  # executed again, its classes and counters would be there twice
+        return module
     spec = importlib.util.spec_from_file_location(f"oarjax_plugin_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -35,8 +46,55 @@ def _import_plugin(plugin: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     if str(path.parent) not in sys.path:  # its neighbours, after everything that is installed
         sys.path.append(str(path.parent))
+    _check_neighbours(path)
     spec.loader.exec_module(module)
+    _imported[path] = content, module
     return module
+
+
+def _check_neighbours(file: Path) -> None:
+    """Check that modules beside a plugin are those that it imports by their names, and they themselves.
+
+    Raises:
+        ImportError: one is another module, installed or imported by another plugin.
+    """
+    todo, names = [file], {PACKAGE}  # which lies beside files in a clone
+    while todo:
+        new_names = imported_names(todo.pop()) - names
+        names |= new_names
+        for name in new_names:
+            places = (file.parent / f"{name}.py", file.parent / name / "__init__.py")
+            beside = next((place for place in places if place.is_file()), None)
+            found = _origin(name)
+            if beside is None:
+                continue
+            if found is not None and found.resolve() != beside.resolve():
+                raise ImportError(f"it imports {name}, which is {found} here and not {beside}; give that another name")
+            todo.append(beside)
+
+
+def _origin(name: str) -> Path | None:
+    """Return the file of the module that an import of this name gives; None if there is none, as of built-in ones."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a module that was made by hand
+        return None
+    return None if spec is None or not spec.has_location or spec.origin is None else Path(spec.origin)
+
+
+def imported_names(file: Path) -> set[str]:
+    """Return the outermost names of what a file imports, relative imports aside; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.append(node.module or "")
+    return {name.partition(".")[0] for name in names}
 
 
 def plugin_file(plugin: str) -> Path | None:

@@ -15,7 +15,6 @@ from oarjax.data.streams import SFTBatch, SFTStream
 from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, Progress
 from oarjax.run.adapters import plain_params
-from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run
 from oarjax.step.minibatches import MinibatchPlan, row_sizes
@@ -49,8 +48,7 @@ def warm_start(run: Run, params: Params, stop: Stop, *, on_step: Callable[[], ob
     cfg, pairs, saving = run.cfg.sft, run.pairs, run.cfg.checkpoint
     if cfg is None or pairs is None:
         raise ValueError("warm_start: the config has no sft section")
-    function = find_optimizer(cfg.optim, field="sft.optim.function")
-    optimizer, _ = make_sft_optimizer(cfg, function=function)
+    optimizer, _ = make_sft_optimizer(cfg, function=run.custom.warm_optimizer)
     layout = training_layout(run.cfg.lora, run.model, run.mesh, optimizer)
     steps = make_sft_steps(run.policy, optimizer, layout, head_chunk=run.cfg.policy.head_chunk)
     state = new_state(params, optimizer, layout, seed=run.cfg.seed, lora=run.cfg.lora, copy=False)

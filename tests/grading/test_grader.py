@@ -220,6 +220,27 @@ def test_a_plugin_that_fails_in_workers_is_an_error(data, monkeypatch):
         assert workers_of(pool) == []
 
 
+@pytest.mark.parametrize("change", ["helper", "removed"])
+def test_a_worker_is_replaced_by_one_with_the_same_code_alone(tmp_path, change):
+    """A file that is edited while a run lives belongs to the next one."""
+    file, helper = tmp_path / f"edited_{change}.py", tmp_path / f"helper_{change}.py"
+    helper.write_text("WORTH = 1.0\n")
+    file.write_text(
+        f"import os\nfrom helper_{change} import WORTH\nfrom oarjax import reward\n\n\n"
+        f"@reward('edited_{change}')\ndef worth(sample):\n"
+        "    return os._exit(1) if 'end' in sample.completion else WORTH\n"
+    )
+    with Grader(((f"edited_{change}", 1.0),), plugins=[str(file)], workers=1, deadline=DEADLINE) as grader:
+        assert grader.grade(samples("a")).rewards.tolist() == [1.0]
+        if change == "helper":
+            helper.write_text("WORTH = 2.0\n")
+        else:
+            file.unlink()
+        assert grader.grade(samples("b")).rewards.tolist() == [1.0], "its worker lives"
+        with pytest.raises(GraderError, match=rf"edited_{change}\.py has changed since .* put the old one back"):
+            grader.grade(samples("end", "c"))
+
+
 def test_closing_ends_work_and_workers(plugin):
     pool = Grader((("hostile", 1.0),), plugins=[plugin], workers=1, deadline=600.0)
     with pool:

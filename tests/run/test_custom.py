@@ -26,7 +26,8 @@ from oarjax.errors import ConfigError
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.loss import aggregate
-from oarjax.run.custom import check_loss, check_reweighing, check_weights
+from oarjax.run.adapters import trained_shapes
+from oarjax.run.custom import check_loss, check_reweighing, check_weights, find_custom
 from oarjax.step.iteration import iterate
 from oarjax.step.programs import make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Mean
@@ -307,6 +308,19 @@ def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says
     assert says in " ".join(capsys.readouterr().err.split())
     if "optim" in change or "loss" in change:  # before the folder, whatever the data hold
         assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_that_fails_on_the_policys_parameters_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import optax\n\n\ndef tuned(learning_rate):\n"
+        "    sgd = optax.sgd(learning_rate)\n"
+        "    return optax.GradientTransformation(lambda p: sgd.init({'kernel': p['kernel']}), sgd.update)\n"
+    )
+    cfg = tiny.config(optim__function=f"{tmp_path}/mine.py:tuned")
+    found, params = find_custom(cfg), trained_shapes(cfg.lora, tiny.model())
+    assert found.warm_optimizer is None
+    with pytest.raises(ConfigError, match=r"optim.function: .*mine.py:tuned with .* fails \(KeyError: 'kernel'\)"):
+        found.check_optimizers(cfg.optim, None, params)
 
 
 # The other examples

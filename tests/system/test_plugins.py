@@ -1,8 +1,20 @@
 """A user's code: how it is imported, and what it may do meanwhile."""
 
+import sys
+
 import pytest
 
 from oarjax.system.plugins import import_object, import_plugin
+
+
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch):
+    """What tests import, and where from, ends with them."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
 
 
 def test_names_that_a_module_makes_when_asked(tmp_path):
@@ -18,3 +30,36 @@ def test_what_an_import_prints_is_no_part_of_the_output(tmp_path, capsys):
     (tmp_path / "loud.py").write_text("print('imported')\n")
     import_plugin(str(tmp_path / "loud.py"))
     assert capsys.readouterr() == ("", "imported\n")
+
+
+def test_a_file_is_run_once_until_it_is_another(tmp_path):
+    file = tmp_path / "counted.py"
+    file.write_text("made = []\n")
+    first = import_plugin(str(file))
+    assert import_plugin(str(file)) is first
+    file.write_text("made = ()\n")
+    assert import_plugin(str(file)).made == ()
+
+
+@pytest.mark.parametrize("form", ["import helps_us", "from helps_us import WORD", "import deeper"])
+def test_modules_beside_two_plugins_that_have_one_name(tmp_path, form):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helps_us.py").write_text(f"WORD = '{folder}'\n")
+        (tmp_path / folder / f"deeper{folder if folder == 'one' else ''}.py").write_text("import helps_us\n")
+        (tmp_path / folder / "mine.py").write_text(f"{form if folder == 'two' else 'import helps_us'}\n")
+    import_plugin(str(tmp_path / "one/mine.py"))
+    with pytest.raises(ImportError, match=r"it imports helps_us, which is .*one/helps_us\.py here and not .*two/helps"):
+        import_plugin(str(tmp_path / "two/mine.py"))
+
+
+def test_a_module_beside_a_plugin_that_is_named_like_an_installed_one(tmp_path):
+    (tmp_path / "optax.py").write_text("")
+    (tmp_path / "json").mkdir()  # no module, as folders of data are not
+    (tmp_path / "mine.py").write_text("import json\n")
+    import_plugin(str(tmp_path / "mine.py"))
+    (tmp_path / "mine.py").write_text("import optax\n")
+    with pytest.raises(
+        ImportError, match=r"which is .*optax/__init__\.py here and not .*/optax\.py; give that another"
+    ):
+        import_plugin(str(tmp_path / "mine.py"))

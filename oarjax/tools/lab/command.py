@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -43,7 +45,8 @@ def run(
         console = Console(stderr=True, quiet=True) if as_json else make_console()
         check_policy(cfg.policy.path)
         check_answers(cfg.credit.answer)
-        episodes = measure_episodes(open_run(cfg, console))
+        with _user_prints(as_json):
+            episodes = measure_episodes(open_run(cfg, console))
         folder = Path(cfg.run_dir).expanduser()
         write_episodes(folder, episodes, shown=cfg.lab.shown, html=cfg.report.html)
         if as_json:
@@ -54,12 +57,18 @@ def run(
         return
     saved = None if rollouts is None else read_rollouts(rollouts, form)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
-    result = measure_credit(cfg, console, saved, gradients=gradients)
+    with _user_prints(as_json):
+        result = measure_credit(cfg, console, saved, gradients=gradients)
     if as_json:
         print(lab_json(result))
     else:
         print_lab(console, result)
         console.print(f"written to {Path(cfg.run_dir).expanduser()}", markup=False)
+
+
+def _user_prints(as_json: bool) -> AbstractContextManager[object]:
+    """Return a context in which a user's methods and probes may print: on stderr, if stdout is one JSON document."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def measure_credit(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,7 +55,10 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     if compared and (frozen is None or loss.reference_every or loss.teacher is not None):
         reference = load_reference(header, run)
     _show_header(console, header, step)
-    with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
+    with (
+        jax.default_matmul_precision("highest"),  # TPUs and GPUs multiply float32 in fewer bits by default
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),  # a user's loss or method may print
+    ):
         finding = replay(header, evidence, params, run, frozen=frozen, reference=reference)
     if as_json:
         print(to_json({"header": asdict(header), "params_of_step": step, **asdict(finding)}))

@@ -92,7 +92,7 @@ def replay(
             run.cfg.rollout,
             run.cfg.loss,
             run.credit,
-            run.custom_loss,
+            run.custom.loss,
             head_chunk=run.cfg.policy.head_chunk,
         )
         scores = flat(_scores(header, e, params, run, frozen, reference))

@@ -25,6 +25,7 @@ from oarjax.data.hf import write_random_checkpoint
 from oarjax.data.problems import Problem
 from oarjax.data.tasks.arithmetic import SPECIAL, write_builtin_policy
 from oarjax.run.run import open_run
+from oarjax.tools.lab import command
 from oarjax.tools.lab.completions import sample_completions, saved_completions, usable_rows
 from oarjax.tools.lab.lab import grade_continuations, known_tokens, run_lab
 from oarjax.tools.lab.oracles import Continuation
@@ -301,7 +302,7 @@ def test_a_policy_without_answers(oarjax_command, tmp_path, policy):
 
 
 @pytest.mark.slow
-def test_tables_files_and_json(oarjax_command, tmp_path, policy):
+def test_tables_files_and_json(oarjax_command, tmp_path, policy, monkeypatch):
     """A random policy whose first digit counts as its answer."""
     answer = {"answer": {"style": "regex", "pattern": "[0-9]"}, "masking": {"buckets": 1}}
     path = config_file(tmp_path, policy, credit=answer)
@@ -325,8 +326,11 @@ def test_tables_files_and_json(oarjax_command, tmp_path, policy):
     assert (folder / "credit.png").read_bytes().startswith(b"\x89PNG")
     assert 'id="a6"' in (folder / "credit.html").read_text()  # seven methods to choose from
 
+    measured = command.measure_credit
+    monkeypatch.setattr(command, "measure_credit", lambda *a, **k: print("my method prints") or measured(*a, **k))
     code, out, err = oarjax_command("credit", path, "--json", "report.html=false", f"run_dir={tmp_path / 'other'}")
     assert code == 0, err
+    assert "my method prints" in err
     again = json.loads(out)
     same = json.loads((folder / "credit.json").read_text())
     for document in (again, same):
