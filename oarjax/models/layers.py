@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -49,6 +50,34 @@ class Adapted(nnx.Linear):
         return base + self.scale * product(product(inputs, self.lora_a), self.lora_b)
 
 
+TO_HEADS, FROM_HEADS = ("bne", "e", "hd", "bhnd"), ("bnhd", "hd", "e", "bne")
+"""Axes of an input, of a matrix's two sides, and of the output: b rows, n positions, h heads of d, e the stream."""
+
+
+def project(
+    linear: nnx.Linear, x: Float[Array, "*taken"], axes: tuple[str, str, str, str], *sides: tuple[int, ...]
+) -> Float[Array, "*given"]:
+    """Apply a linear layer between a stream and its heads, ``axes`` of them, the matrix's ``sides`` of these sizes.
+
+    A TPU's compiler writes and reads heads in the order of its kernels within such a product; around a product of flat
+    matrices it copies them, in float32.
+    """
+    (taken, into, out, given), (into_sizes, out_sizes) = axes, sides
+
+    def product(equation: str, x: Array, matrix: Any, *sizes: int) -> Array:
+        operands = x.astype(linear.dtype), matrix[...].astype(linear.dtype).reshape(sizes)
+        return jnp.einsum(equation, *operands, preferred_element_type=linear.preferred_element_type)
+
+    result = product(f"{taken},{into}{out}->{given}", x, linear.kernel, *into_sizes, *out_sizes)
+    if isinstance(linear, Adapted):
+        low = product(f"{taken},{into}r->bnr", x, linear.lora_a, *into_sizes, -1)
+        result += linear.scale * product(f"bnr,r{out}->{given}", low, linear.lora_b, -1, *out_sizes)
+    if linear.bias is None:
+        return result
+    *heads, width = out_sizes
+    return result + linear.bias[...].astype(linear.dtype).reshape(*heads, *[1] * len(heads), width)
+
+
 class CentredNorm(nnx.Module):
     """RMS norm that multiplies by 1 + w, with w = 0 at the start."""
 
@@ -68,8 +97,8 @@ class Attention(nnx.Module):
     From Qwen3-Next on each head's output is multiplied by the sigmoid of a gate, stored beside the head's query in q.
     """
 
-    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
-        self.head_dim, self.rounds = cfg.head_dim, _rounds(cfg)
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs, heads_first: bool = False):
+        self.head_dim, self.rounds, self.heads_first = cfg.head_dim, _rounds(cfg), heads_first and _rounds(cfg)
         heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
         self.gated = cfg.delta is not None
         self.q = linear("q", cfg.hidden_size, heads * (2 if self.gated else 1), use_bias=cfg.qkv_bias, rngs=rngs)
@@ -88,6 +117,8 @@ class Attention(nnx.Module):
         *,
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
+        if self.heads_first:
+            return self._heads_first(x, cos, sin, mix, compute_dtype)
         flat = x.reshape(-1, x.shape[-1])
         # Where heads are normalised they are kept apart: a TPU's compiler would move flat ones to another layout.
         apart = self.q_norm is not None
@@ -104,6 +135,47 @@ class Attention(nnx.Module):
         out = mix(rotate(q, cos, sin), k, v)
         out = out if gate is None else out * jax.nn.sigmoid(gate.astype(x.dtype))
         return self.o(out.reshape(flat.shape[0], -1)).reshape(x.shape), (k, v)
+
+    def _heads_first(self, x: Array, cos: Array, sin: Array, mix: Mix, dtype: DTypeLike) -> tuple[Array, Any]:
+        """Compute the same in the order of a TPU's kernels, heads before positions, in fewer passes over memory."""
+
+        def heads_of(linear: nnx.Linear, norm: Any = None, *, turns: bool = True) -> Array:
+            sides = (x.shape[-1],), (linear.kernel.shape[-1] // self.head_dim, self.head_dim)
+            heads = kept(project(linear, x, TO_HEADS, *sides).astype(linear.dtype), ATTENTION)
+            return (turned(heads, norm, cos, sin) if turns else heads).transpose(0, 2, 1, 3)
+
+        q, k, v = heads_of(self.q, self.q_norm), heads_of(self.k, self.k_norm), heads_of(self.v, turns=False)
+        k, v = k.astype(dtype), v.astype(dtype)
+        out = mix(q, k, v)
+        return project(self.o, out, FROM_HEADS, out.shape[2:], (x.shape[-1],)), (k, v)
+
+
+def turned(
+    heads: Float[Array, "B heads N h"],
+    norm: nnx.RMSNorm | None,
+    cos: Float[Array, "B N half"],
+    sin: Float[Array, "B N half"],
+) -> Float[Array, "B heads N h"]:
+    """Normalise heads and rotate them by position, as ``rotate(norm(heads))`` does; the result has the dtype of cos.
+
+    The halves of a head change places in a product with a permutation, exactly and within the matrix unit, where a
+    TPU's compiler would keep each half of 64 lanes in an array of its own. They do so as they were rounded, before the
+    norm: its factor is the same for both, and its weights are multiplied into cos and sin.
+    """
+    width, half = heads.shape[-1], cos.shape[-1]
+    order = np.r_[half : 2 * half, :half, 2 * half : width]
+    swapped = jnp.einsum(
+        "bhnd,de->bhne", heads, jnp.asarray(np.eye(width)[order].T, heads.dtype), preferred_element_type=cos.dtype
+    )
+    beyond = jnp.zeros((*cos.shape[:-1], width - 2 * half), cos.dtype)
+    cos = jnp.concatenate([cos, cos, beyond + 1], axis=-1)[:, None]
+    sin = jnp.concatenate([-sin, sin, beyond], axis=-1)[:, None]
+    heads = heads.astype(cos.dtype)
+    if norm is None:
+        return heads * cos + swapped * sin
+    weights = norm.scale[...].astype(cos.dtype)
+    factor = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + norm.epsilon)
+    return factor * (heads * (cos * weights) + swapped * (sin * weights[order]))
 
 
 class MLP(nnx.Module):
@@ -153,9 +225,9 @@ def _summed(part: Float[Array, "B N D"], stream: Float[Array, "B N D"]) -> Float
 class Layer(nnx.Module):
     """One pre-norm decoder layer; the residual stream keeps its dtype."""
 
-    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, mlp: Any, rngs: nnx.Rngs):
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, mlp: Any, rngs: nnx.Rngs, heads_first: bool = False):
         self.attention_norm = norm(cfg.hidden_size, rngs=rngs)
-        self.attention = Attention(cfg, linear=linear, norm=norm, rngs=rngs)
+        self.attention = Attention(cfg, linear=linear, norm=norm, rngs=rngs, heads_first=heads_first)
         self.mlp_norm = norm(cfg.hidden_size, rngs=rngs)
         self.mlp = mlp(rngs=rngs)
 
@@ -204,7 +276,9 @@ class DeltaLayer(nnx.Module):
 class Qwen(nnx.Module):
     """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters.
 
-    ``sums`` is the dtype of what attention and MLP add to the stream, and of sums over devices within them.
+    ``sums`` is the dtype of what attention and MLP add to the stream, and of sums over devices within them;
+    ``heads_first`` the order of attention's heads, for TPUs (``project``): of dense policies alone, whose products are
+    rounded.
     """
 
     def __init__(
@@ -218,6 +292,7 @@ class Qwen(nnx.Module):
         experts: ExpertsKind = "grouped",
         mesh: Mesh | None = None,
         sums: DTypeLike | None = None,
+        heads_first: bool = False,
     ):
         stream = jnp.promote_types(compute_dtype, jnp.float32)
         sums = stream if sums is None else jnp.dtype(sums)
@@ -248,7 +323,7 @@ class Qwen(nnx.Module):
         )
 
         options = {"linear": linear, "norm": norm, "mlp": mlp}
-        self.layers = _stacked(partial(Layer, cfg, **options), len(cfg.attention_layers), rngs)
+        self.layers = _stacked(partial(Layer, cfg, heads_first=heads_first, **options), len(cfg.attention_layers), rngs)
         if cfg.delta is not None:
             self.delta_layers = _stacked(partial(DeltaLayer, cfg, cfg.delta, **options), len(cfg.delta_layers), rngs)
 

@@ -105,6 +105,7 @@ def make_policy(
         """
         kind = experts if step_tokens is None else experts_of_step(experts, step_tokens, mesh)
         options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale, "sums": sums}
+        options["heads_first"] = attention == "splash" and step_tokens is None
         model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=kind, mesh=mesh, **options))
         delta = nnx.split(model.delta_layers)[0] if cfg.delta else None
         return nnx.split(model.layers)[0], nnx.split(model.norm)[0], delta
