@@ -2,7 +2,7 @@
 
 ``jax.custom_vjp`` has no forward mode, and ``jax.custom_derivatives.linear_call``, which has both modes, cannot be
 vmapped. A linear pair supports both modes and ``jax.vmap``: a tangent goes through ``push``, a cotangent through
-``pull``, and each is vmapped itself. Differentiating it again is an error.
+``pull``, and each is vmapped itself. Differentiating it by its residuals is an error.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ def _shapes(*args: Any, push: Linear, pull: Linear, residual_count: int) -> list
     return [ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(push, *shapes)]
 
 
+def _jvp(primals: Any, tangents: Any, *, residual_count: int, **functions: Any) -> tuple[list[Any], list[Any]]:
+    if any(type(tangent) is not ad.Zero for tangent in tangents[:residual_count]):
+        raise NotImplementedError("linear_pair: a residual is differentiated, and it is linear in the others alone")
+    linear = [ad.instantiate_zeros(tangent) for tangent in tangents[residual_count:]]
+    options = {"residual_count": residual_count, **functions}
+    return _pair.bind(*primals, **options), _pair.bind(*primals[:residual_count], *linear, **options)
+
+
 def _transpose(cotangents: Any, *args: Any, push: Linear, pull: Linear, residual_count: int) -> list[Any]:
     dense = [ad.instantiate_zeros(ct) for ct in cotangents]
     return [None] * residual_count + _pair.bind(
@@ -73,6 +81,7 @@ def _mapped(linear: Linear, in_axes: tuple[int | None, ...]) -> Linear:
     return call
 
 
+ad.primitive_jvps[_pair] = _jvp
 ad.primitive_transposes[_pair] = _transpose
 batching.primitive_batchers[_pair] = _batch
 mlir.register_lowering(_pair, mlir.lower_fun(_call, multiple_results=True))

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.kernels.grouped_dot import grouped_dot
+from oarjax.kernels.linear_pair import linear_pair
 from oarjax.models.qwen_config import Experts, QwenConfig
 from oarjax.models.sharding import row_axes
 from oarjax.types import Routing
@@ -218,8 +219,20 @@ def _grouped(
         return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream)
 
     out = _expert_mlp(flat[order // chosen.shape[1]], matrices, product, scale)
-    by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    by_token = permuted(out, jnp.argsort(order), order).reshape(*chosen.shape, -1)
     return jnp.sum(by_token * weights[..., None], axis=1)
+
+
+def permuted(rows: Float[Array, "R D"], order: Int[Array, "R"], inverse: Int[Array, "R"]) -> Float[Array, "R D"]:
+    """Return the rows in an order, of which ``inverse`` is the inverse: cotangents are gathered, too, not scattered."""
+
+    def push(order: Array, inverse: Array, rows: Array) -> tuple[Array, ...]:
+        return (rows[order],)
+
+    def pull(order: Array, inverse: Array, cotangents: Array) -> tuple[Array, ...]:
+        return (cotangents[inverse],)
+
+    return linear_pair(push, pull, (order, inverse), (rows,))[0]
 
 
 def _dense(

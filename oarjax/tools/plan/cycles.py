@@ -36,12 +36,14 @@ def cycles_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     del shares[OTHERS]
     shares[PRODUCTS] = 2
     shown = [name for name, _ in shares.most_common(1 + SHOWN)]
-    names = [PRODUCTS, *(f"`{name}`" for name in shown[1:]), OTHERS, "kernels", "links", "together", "MFU"]
+    names = [PRODUCTS, *(f"`{name}`" for name in shown[1:]), OTHERS, "gathers", "kernels", "links", "together", "MFU"]
     lines = [
         "Seconds per run of scores and update on a chip, every row at `max_new`. The first two columns are FLOPs at "
         "the peak: those that the model asks for, and those executed in matrix products. Then cycles as the compiler "
         "states them, at the chip's clock: matrix products with what is fused into them, and passes by the name of "
-        f"their last operation; kernels at {Reached().kernels:.0%} of the peak; links with nothing overlapped.",
+        f"their last operation; gathers and scatters of rows, of which it states none, by their bytes at "
+        f"{Reached().memory:.0%} of HBM's rate; kernels at {Reached().kernels:.0%} of the peak; links with nothing "
+        "overlapped.",
         "",
         "| config | model | executed | " + " | ".join(names) + " |",
         "|---|" + "---:|" * (2 + len(names)),
@@ -50,7 +52,8 @@ def cycles_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         operations = seconds["operations"]
         other = sum(value for name, value in operations.items() if name not in shown)
         cells = [seconds["model"], seconds["executed"], *(operations.get(name, 0.0) for name in shown), other]
-        cells += [seconds["kernels"], seconds["links"], seconds["together"]]
+        rest = seconds["together"] - sum(operations.values()) - seconds["kernels"] - seconds["links"]
+        cells += [max(rest, 0.0), seconds["kernels"], seconds["links"], seconds["together"]]
         share = seconds["model"] / seconds["together"]
         lines.append(
             f"| {config.removeprefix('configs/')} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {share:.0%} |"

@@ -48,7 +48,7 @@ class Executed:
     group_calls: Counter[int] = field(default_factory=Counter)  # the same -> how often
     moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
     passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
-    streamed: float = 0.0  # the part of ``moved`` that decode kernels read
+    streamed: float = 0.0  # bytes of what has no cycles: decode kernels, and gathers and scatters of rows
     operations: Counter[str] = field(default_factory=Counter)  # PRODUCTS or a pass -> cycles, by the compiler
 
     @property
@@ -151,7 +151,9 @@ def _count(
         totals.operations[name] += instruction.cycles  # type: ignore[assignment]
     if totals.calls.total() == start[2]:  # of a collective the time is on the links
         traffic = hbm_bytes(program, instructions, instruction, slots=slots)
-        totals.streamed += traffic * (opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA)))
+        unstated = opcode == "fusion" and not instruction.cycles and "kind=kCustom" in instruction.rest
+        by_kernel = opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA))
+        totals.streamed += traffic * (by_kernel or unstated)
         if (totals.flops, totals.kernels.total()) != start[:2]:
             totals.moved += traffic
         else:
@@ -171,7 +173,7 @@ def _count_fusion(
     part = Executed()
     part.add(total(called), 1)
     if fused:  # between its own instructions nothing goes to HBM, and its cycles are stated for all of it
-        part.moved = part.passed = 0.0
+        part.moved = part.passed = part.streamed = 0.0
         part.operations.clear()
     chains = {
         (i.opcode, chain[1], channel[1])

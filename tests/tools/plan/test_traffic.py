@@ -148,3 +148,12 @@ def test_cycles_are_the_compilers_for_whole_fusions():
         last = "ROOT %s = f32[7,64]{0,1} copy(%a), " + costs % unknown
         found = executed(inside.replace("BODY", f"{fusion}\n  {last}"))
         assert (found.cycles, found.operations) == (120, {"fusion": 120})
+
+
+def test_gathers_whose_cycles_are_not_stated_count_their_bytes():
+    line = "ROOT %r = f32[64]{0} fusion(%a, %i, %near), kind=kCustom, calls=%sliced"
+    found = executed(PROGRAM.replace("BODY", line))
+    assert (found.cycles, found.streamed) == (0, found.passed)
+    assert found.passed > 0
+    stated = line + ', backend_config={"window_config":{"estimated_cycles":"120"}}'
+    assert executed(PROGRAM.replace("BODY", stated)).streamed == 0
