@@ -8,7 +8,7 @@ every copy has its own matrices.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,19 @@ _matrices = Primitive("grouped_outer")
 
 
 def grouped_dot(
-    rows: Float[Array, "R D"], matrices: Float[Array, "E D F"], sizes: Int[Array, "E"], *, dtype: DTypeLike
+    rows: Float[Array, "R D"],
+    matrices: Float[Array, "E D F"],
+    sizes: Int[Array, "E"],
+    *,
+    dtype: DTypeLike,
+    beyond: Literal["zero", "any"] = "zero",
 ) -> Float[Array, "R F"]:
     """Multiply the first ``sizes[0]`` rows by the first matrix, the next ``sizes[1]`` by the second, and so on.
 
-    Rows after the last group give 0. Products are accumulated and returned in ``dtype``.
+    Rows after the last group give 0, or ``any`` numbers, NaN among them, where the caller selects the others later:
+    zeros take a pass over memory. Products are accumulated and returned in ``dtype``.
     """
-    return _rows.bind(rows, matrices, sizes, dtype=jnp.dtype(dtype))
+    return _rows.bind(rows, matrices, sizes, dtype=jnp.dtype(dtype), beyond=beyond)
 
 
 def grouped_outer(
@@ -49,11 +55,11 @@ def grouped_outer(
     return _matrices.bind(left, right, sizes, dtype=jnp.dtype(dtype))
 
 
-def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Array:
+def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype, beyond: str) -> Array:
     rows, matrices = _same_dtype(rows, matrices)
     out = jax.lax.ragged_dot(rows, matrices, sizes, precision=precision_of(rows.dtype), preferred_element_type=dtype)
     # What stands after the last group is up to the platform.
-    return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], out, 0)
+    return out if beyond == "any" else jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], out, 0)
 
 
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
@@ -112,24 +118,24 @@ def _turned(matrices: Array) -> Array:
 
 
 def _jvp(primitive: Primitive) -> Any:
-    def rule(primals: Any, tangents: Any, *, dtype: np.dtype) -> Any:
+    def rule(primals: Any, tangents: Any, **options: Any) -> Any:
         a, b, sizes = primals
         da, db, _ = tangents
         parts = []
         if type(da) is not ad.Zero:
-            parts.append(primitive.bind(da, b, sizes, dtype=dtype))
+            parts.append(primitive.bind(da, b, sizes, **options))
         if type(db) is not ad.Zero:
-            parts.append(primitive.bind(a, db, sizes, dtype=dtype))
-        return primitive.bind(a, b, sizes, dtype=dtype), sum(parts[1:], parts[0])
+            parts.append(primitive.bind(a, db, sizes, **options))
+        return primitive.bind(a, b, sizes, **options), sum(parts[1:], parts[0])
 
     return rule
 
 
-def _transpose_dot(ct: Any, rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype) -> list[Any]:
+def _transpose_dot(ct: Any, rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype, beyond: str) -> list[Any]:
     if type(ct) is ad.Zero:
         return [None, None, None]
     if ad.is_undefined_primal(rows):
-        return [_rows.bind(ct, _turned(matrices), sizes, dtype=rows.aval.dtype), None, None]
+        return [grouped_dot(ct, _turned(matrices), sizes, dtype=rows.aval.dtype), None, None]
     return [None, _matrices.bind(rows, ct, sizes, dtype=matrices.aval.dtype), None]
 
 
@@ -137,8 +143,8 @@ def _transpose_outer(ct: Any, left: Any, right: Any, sizes: Any, *, dtype: np.dt
     if type(ct) is ad.Zero:
         return [None, None, None]
     if ad.is_undefined_primal(left):
-        return [_rows.bind(right, _turned(ct), sizes, dtype=left.aval.dtype), None, None]
-    return [None, _rows.bind(left, ct, sizes, dtype=right.aval.dtype), None]
+        return [grouped_dot(right, _turned(ct), sizes, dtype=left.aval.dtype), None, None]
+    return [None, grouped_dot(left, ct, sizes, dtype=right.aval.dtype), None]
 
 
 # Batching -------------------------------------------------------------------------------------------------------------
@@ -170,11 +176,11 @@ def _own_groups(sizes: Array, rows: int) -> Array:
     return jnp.argsort(segment.reshape(-1), stable=True)
 
 
-def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
+def _batch_dot(args: Any, dims: Any, **options: Any) -> tuple[Array, int]:
     copies, (rows, matrices, sizes) = _copies(args, dims), args
     if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: put them side by side
         interleaved = jnp.moveaxis(rows, dims[0], 1)
-        out = _rows.bind(_merged(interleaved), matrices, sizes * copies, dtype=dtype)
+        out = _rows.bind(_merged(interleaved), matrices, sizes * copies, **options)
         return out.reshape(*interleaved.shape[:2], -1), 1
     rows, sizes = _first(rows, dims[0], copies), _first(sizes, dims[2], copies)
     if dims[1] is not None:  # own matrices: own groups
@@ -182,7 +188,7 @@ def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
         group_sizes = sizes.reshape(-1)
     else:
         order, group_sizes = jnp.argsort(_groups(sizes, rows.shape[1]).reshape(-1), stable=True), sizes.sum(0)
-    out = _rows.bind(_merged(rows)[order], matrices, group_sizes, dtype=dtype)
+    out = _rows.bind(_merged(rows)[order], matrices, group_sizes, **options)
     return out[jnp.argsort(order)].reshape(*rows.shape[:2], -1), 0
 
 
@@ -194,7 +200,7 @@ def _batch_outer(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
     return out.reshape(*sizes.shape, *out.shape[1:]), 0
 
 
-def _dot_shape(rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype) -> ShapedArray:
+def _dot_shape(rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype, beyond: str) -> ShapedArray:
     return ShapedArray((rows.shape[0], matrices.shape[2]), dtype)
 
 

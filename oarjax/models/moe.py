@@ -179,21 +179,22 @@ def _expert_mlp(
     product: Callable[[Array, Array], Array],
     scale: float,
     share: Float[Array, "E R 1"] | None = None,
+    last: Callable[[Array, Array], Array] | None = None,
 ) -> Array:
     """Return down(silu(gate(rows)) * up(rows)), each linear map with its adapter; ``product`` picks rows' experts.
 
-    What goes down is multiplied by a ``share``.
+    What goes down is multiplied by a ``share``; ``last`` is the product that gives the result.
     """
 
-    def linear(x: Array, kernel: Array, *adapter: Array) -> Array:
+    def linear(x: Array, kernel: Array, *adapter: Array, result: Callable[[Array, Array], Array] = product) -> Array:
         if not adapter:
-            return product(x, kernel)
+            return result(x, kernel)
         a, b = adapter
-        return product(x, kernel) + scale * product(product(x, a), b)
+        return result(x, kernel) + scale * result(product(x, a), b)
 
     gate, up, down = matrices
     inner = jax.nn.silu(linear(rows, *gate)) * linear(rows, *up)
-    return linear(inner if share is None else inner * share, *down)
+    return linear(inner if share is None else inner * share, *down, result=last or product)
 
 
 def _grouped(
@@ -208,19 +209,22 @@ def _grouped(
 ) -> Float[Array, "R D"]:
     """Sort the tokens' copies by expert, let each expert compute its block, and restore the tokens' order.
 
-    Copies for numbers outside 0 .. E - 1 come last, are left out of every block and add 0.
+    Copies for numbers outside 0 .. E - 1 come last, are left out of every block and add 0: in the tokens' order, where
+    a select goes into the sum.
     """
-    count, owner = _count(matrices), chosen.reshape(-1)
-    owner = jnp.where((owner >= 0) & (owner < count), owner, count)
+    count = _count(matrices)
+    is_here = (chosen >= 0) & (chosen < count)
+    owner = jnp.where(is_here, chosen, count).reshape(-1)
     order = jnp.argsort(owner, stable=True)
     sizes = jnp.zeros((count,), jnp.int32).at[owner].add(1, mode="drop")
 
-    def product(x: Array, matrix: Array) -> Array:
-        return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream)
+    def product(x: Array, matrix: Array, beyond: Literal["zero", "any"] = "zero") -> Array:
+        return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream, beyond=beyond)
 
-    out = _expert_mlp(flat[order // chosen.shape[1]], matrices, product, scale)
+    rows = flat[order // chosen.shape[1]]
+    out = _expert_mlp(rows, matrices, product, scale, last=partial(product, beyond="any"))
     by_token = permuted(out, jnp.argsort(order), order).reshape(*chosen.shape, -1)
-    return jnp.sum(by_token * weights[..., None], axis=1)
+    return jnp.sum(jnp.where(is_here[..., None], by_token, 0) * weights[..., None], axis=1)
 
 
 def permuted(rows: Float[Array, "R D"], order: Int[Array, "R"], inverse: Int[Array, "R"]) -> Float[Array, "R D"]:

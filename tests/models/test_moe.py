@@ -1,5 +1,7 @@
 """Grouped products and their derivatives, the router, and both ways of computing experts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from oarjax.data.hf import load_params, read_config
 from oarjax.kernels.grouped_dot import grouped_dot, grouped_outer
 from oarjax.models.lora import init_adapters, join_params, merge_adapters
-from oarjax.models.moe import FEW, experts_of_step, route
+from oarjax.models.moe import FEW, _dense, _grouped, experts_of_step, route
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 
@@ -61,6 +63,30 @@ def test_grouped_products_under_vmap(mapped, operands, x64):
         one = [x[i] if axis == 0 else x for x, axis in zip(args, mapped)]
         want = gradients(*map(jnp.asarray, one), jnp.asarray(ct[i]))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), [f[i] for f in found], list(want))
+
+
+def test_what_a_platform_leaves_in_rows_of_no_expert_reaches_nothing(x64, monkeypatch):
+    """Experts of other devices' tokens: their rows are NaN, and values, gradients and tangents those of dense ones."""
+    ragged = jax.lax.ragged_dot
+
+    def with_rubbish(rows, matrices, sizes, **options):
+        out = ragged(rows, matrices, sizes, **options)
+        return jnp.where((jnp.arange(len(rows)) < sizes.sum())[:, None], out, jnp.nan)
+
+    monkeypatch.setattr(jax.lax, "ragged_dot", with_rubbish)
+    draw = np.random.default_rng(0)
+    flat, weights = draw.normal(size=(6, 4)), draw.random((6, 2))
+    matrices = tuple((draw.normal(size=shape),) for shape in ((3, 4, 5), (3, 4, 5), (3, 5, 4)))
+    chosen = jnp.array([[0, 3], [-1, 7], [2, 1], [4, 1], [1, 0], [-2, 2]])
+
+    def both(compute):
+        def f(flat, weights, matrices):
+            return compute(flat, weights, chosen, matrices, scale=1.0, dtype=jnp.float64, stream=jnp.float64)
+
+        arrays = jax.tree.map(jnp.asarray, (flat, weights, matrices))
+        return f(*arrays), jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2))(*arrays), jax.jvp(f, arrays, arrays)
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), both(_grouped), both(_dense))
 
 
 def test_outer_products_keep_their_dtype():
