@@ -151,9 +151,10 @@ def _count(
         totals.operations[name] += instruction.cycles  # type: ignore[assignment]
     if totals.calls.total() == start[2]:  # of a collective the time is on the links
         traffic = hbm_bytes(program, instructions, instruction, slots=slots)
-        unstated = opcode == "fusion" and not instruction.cycles and "kind=kCustom" in instruction.rest
+        called = instruction.called("calls") if opcode == "fusion" and not instruction.cycles else None
+        unstated = called and any(i.opcode in ("gather", "scatter") for i in program.computations[called].values())
         by_kernel = opcode == "custom-call" and instruction.name.startswith((DECODE, DELTA))
-        totals.streamed += traffic * (by_kernel or unstated)
+        totals.streamed += traffic * bool(by_kernel or unstated)
         if (totals.flops, totals.kernels.total()) != start[:2]:
             totals.moved += traffic
         else:
