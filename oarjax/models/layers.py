@@ -173,6 +173,7 @@ def turned(
     heads = heads.astype(cos.dtype)
     if norm is None:
         return heads * cos + swapped * sin
+    assert norm.scale is not None
     weights = norm.scale[...].astype(cos.dtype)
     factor = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + norm.epsilon)
     return factor * (heads * (cos * weights) + swapped * (sin * weights[order]))
