@@ -126,6 +126,8 @@ def forget_rewards():
         for name, function in list(module._registry.items()):
             if not function.__module__.startswith("oarjax."):
                 del module._registry[name]
+    if module := sys.modules.get("oarjax.system.plugins"):
+        module._imported.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -88,6 +89,9 @@ class Environments:
         field: str = "environment",
     ):
         self._class, self._field = load_environment(name, settings, field=field), field
+        file, _, cls = name.rpartition(":")
+        if file.endswith(".py"):  # a worker may start after this process has gone to another folder
+            name = f"{os.path.abspath(os.path.expanduser(file))}:{cls}"
         kind = WorkerKind(
             name="environments",
             module="oarjax.environments.worker",

@@ -142,7 +142,8 @@ def check_optimizer(function: OptimizerFunction, optim: OptimConfig, params: Any
     except Exception as error:  # whatever a user's function raises
         raise ConfigError(
             f"{field}: {optim.function} with learning_rate and {optim.settings} fails ({type(error).__name__}: "
-            f"{error}); expected an optax optimizer, correct {field.removesuffix('function')}settings"
+            f"{' '.join(str(error).split())}); expected an optax optimizer, correct it or "
+            f"{field.removesuffix('function')}settings"
         ) from error
     if jax.tree.map(lambda x: x.shape, updates) != jax.tree.map(lambda x: x.shape, params):
         raise ConfigError(f"{field}: the updates of {optim.function} have other shapes than the params; set another")

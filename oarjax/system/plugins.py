@@ -30,12 +30,18 @@ PACKAGE = __name__.partition(".")[0]
 _imported: dict[Path, tuple[bytes, ModuleType]] = {}
 """Files that this process has imported, with their content then."""
 
+_beside: dict[Path, bytes] = {}
+"""Modules beside them, with their content when it was first asked for."""
+
 
 def _import_plugin(plugin: str) -> ModuleType:
     if not plugin.endswith(".py"):
         return importlib.import_module(plugin)
     path = Path(plugin).expanduser().resolve()
     content = path.read_bytes()
+    if str(path.parent) not in sys.path:  # its neighbours, after everything that is installed
+        sys.path.append(str(path.parent))
+    _check_neighbours(path)
     known, module = _imported.get(path, (None, None))
     if module is not None and known == content:  # executed again, its classes and counters would be there twice
         return module
@@ -44,10 +50,11 @@ def _import_plugin(plugin: str) -> ModuleType:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    if str(path.parent) not in sys.path:  # its neighbours, after everything that is installed
-        sys.path.append(str(path.parent))
-    _check_neighbours(path)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     _imported[path] = content, module
     return module
 
@@ -56,7 +63,7 @@ def _check_neighbours(file: Path) -> None:
     """Check that modules beside a plugin are those that it imports by their names, and they themselves.
 
     Raises:
-        ImportError: one is another module, installed or imported by another plugin.
+        ImportError: one is another module, installed or imported by another plugin, or was edited after its import.
     """
     todo, names = [file], {PACKAGE}  # which lies beside files in a clone
     while todo:
@@ -68,18 +75,24 @@ def _check_neighbours(file: Path) -> None:
             found = _origin(name)
             if beside is None:
                 continue
-            if found is not None and found.resolve() != beside.resolve():
+            if found is not None and Path(found).resolve() != beside.resolve():
                 raise ImportError(f"it imports {name}, which is {found} here and not {beside}; give that another name")
+            content = beside.read_bytes()
+            if _beside.setdefault(beside, content) != content and name in sys.modules:
+                raise ImportError(
+                    f"{beside} has changed since this process imported it, and Python imports a module once; start the "
+                    "process again"
+                )
             todo.append(beside)
 
 
-def _origin(name: str) -> Path | None:
-    """Return the file of the module that an import of this name gives; None if there is none, as of built-in ones."""
+def _origin(name: str) -> str | None:
+    """Return the file that an import of this name gives, built-in or frozen; None if there is no such module."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a module that was made by hand
         return None
-    return None if spec is None or not spec.has_location or spec.origin is None else Path(spec.origin)
+    return None if spec is None else spec.origin
 
 
 def imported_names(file: Path) -> set[str]:

@@ -63,3 +63,28 @@ def test_a_module_beside_a_plugin_that_is_named_like_an_installed_one(tmp_path):
         ImportError, match=r"which is .*optax/__init__\.py here and not .*/optax\.py; give that another"
     ):
         import_plugin(str(tmp_path / "mine.py"))
+
+
+@pytest.mark.parametrize("name", ["time", "abc"])
+def test_a_module_beside_a_plugin_that_is_named_like_a_built_in_one(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "mine.py").write_text(f"import {name}\n")
+    with pytest.raises(ImportError, match=rf"it imports {name}, which is (built-in|frozen) here and not"):
+        import_plugin(str(tmp_path / "mine.py"))
+
+
+def test_a_module_beside_a_plugin_that_was_edited_since(tmp_path):
+    """The process keeps the old one, and workers that it starts would import the new one."""
+    (tmp_path / "beside_me.py").write_text("WORD = 1\n")
+    (tmp_path / "mine.py").write_text("import beside_me\n")
+    import_plugin(str(tmp_path / "mine.py"))
+    (tmp_path / "beside_me.py").write_text("WORD = 2\n")
+    with pytest.raises(ImportError, match=r"beside_me.py has changed since .* start the process again"):
+        import_plugin(str(tmp_path / "mine.py"))
+
+
+def test_a_file_that_fails_leaves_no_half_of_a_module(tmp_path):
+    (tmp_path / "halfway.py").write_text("made = 1\n1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        import_plugin(str(tmp_path / "halfway.py"))
+    assert "oarjax_plugin_halfway" not in sys.modules
