@@ -21,7 +21,7 @@ from oarjax.config.schema import Config
 from oarjax.errors import UserError
 from oarjax.storage.durable import cannot_read, write_durably
 from oarjax.storage.folder import run_id
-from oarjax.system.plugins import PACKAGE, imported_names, plugin_file
+from oarjax.system.plugins import modules_beside, plugin_file
 
 
 class UntrustedCode(UserError, RuntimeError):
@@ -83,25 +83,14 @@ def code_digest(code: str) -> str:
     while (package.parent / "__init__.py").is_file():
         package = package.parent
     whole = set(package.rglob("*.py")) if (package / "__init__.py").is_file() else set[Path]()
-    files = sorted(whole) if whole and not plugin.endswith(".py") else [file, *sorted((_beside(file) | whole) - {file})]
+    beside = whole.union(*modules_beside(file).values()) - {file}
+    files = sorted(whole) if whole and not plugin.endswith(".py") else [file, *sorted(beside)]
     for path in files:
         try:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         except OSError as error:
             raise cannot_read(path, error) from error
     return digest.hexdigest()
-
-
-def _beside(file: Path) -> set[Path]:
-    """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
-    files, todo = {file}, [file]
-    while todo:
-        for name in imported_names(todo.pop()) - {PACKAGE}:  # in a clone it lies beside the file, imported already
-            top = file.parent / name
-            modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
-            todo += modules - files
-            files |= modules
-    return files
 
 
 def state_folder() -> Path:

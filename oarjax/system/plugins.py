@@ -65,25 +65,32 @@ def _check_neighbours(file: Path) -> None:
     Raises:
         ImportError: one is another module, installed or imported by another plugin, or was edited after its import.
     """
-    todo, names = [file], {PACKAGE}  # which lies beside files in a clone
+    for name, files in modules_beside(file).items():
+        top = file.parent / name
+        module = next((path for path in (top.with_suffix(".py"), top / "__init__.py") if path in files), None)
+        if module is None:  # a folder without __init__.py, of data perhaps
+            continue
+        found = _origin(name)
+        if found is not None and Path(found).resolve() != module.resolve():
+            raise ImportError(f"it imports {name}, which is {found} here and not {module}; give that another name")
+        content = module.read_bytes()
+        if _beside.setdefault(module, content) != content and name in sys.modules:
+            raise ImportError(
+                f"{module} has changed since this process imported it, and Python imports a module once; start the "
+                "process again"
+            )
+
+
+def modules_beside(file: Path) -> dict[str, set[Path]]:
+    """Return the Python files in a file's own folder that it imports, directly or through each other, by module."""
+    modules: dict[str, set[Path]] = {}
+    todo = [file]
     while todo:
-        new_names = imported_names(todo.pop()) - names
-        names |= new_names
-        for name in new_names:
-            places = (file.parent / f"{name}.py", file.parent / name / "__init__.py")
-            beside = next((place for place in places if place.is_file()), None)
-            found = _origin(name)
-            if beside is None:
-                continue
-            if found is not None and Path(found).resolve() != beside.resolve():
-                raise ImportError(f"it imports {name}, which is {found} here and not {beside}; give that another name")
-            content = beside.read_bytes()
-            if _beside.setdefault(beside, content) != content and name in sys.modules:
-                raise ImportError(
-                    f"{beside} has changed since this process imported it, and Python imports a module once; start the "
-                    "process again"
-                )
-            todo.append(beside)
+        for name in imported_names(todo.pop()) - {PACKAGE, *modules}:  # in a clone the package lies beside the file
+            top = file.parent / name
+            modules[name] = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
+            todo += modules[name]
+    return modules
 
 
 def _origin(name: str) -> str | None:
