@@ -1,5 +1,6 @@
 """A user's code: how it is imported, and what it may do meanwhile."""
 
+import os
 import sys
 
 import pytest
@@ -32,12 +33,16 @@ def test_what_an_import_prints_is_no_part_of_the_output(tmp_path, capsys):
     assert capsys.readouterr() == ("", "imported\n")
 
 
-def test_a_file_is_run_once_until_it_is_another(tmp_path):
+def test_a_file_is_run_once_until_it_is_another(tmp_path, monkeypatch):
+    """Also where it keeps its length and its time, by which Python knows whether its bytecode is of this file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "counted.py"
     file.write_text("made = []\n")
+    os.utime(file, (1, 1))
     first = import_plugin(str(file))
     assert import_plugin(str(file)) is first
     file.write_text("made = ()\n")
+    os.utime(file, (1, 1))
     assert import_plugin(str(file)).made == ()
 
 
