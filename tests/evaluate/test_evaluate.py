@@ -399,7 +399,7 @@ def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):
 def test_an_evaluation_of_a_run_plays_its_episodes(oarjax_json, tmp_path, monkeypatch):
     """Its figures are the run's own last ones: the same seeds, turns and observations."""
     run = tmp_path / "run"
-    small = ["iterations=1", "sft.steps=60", "sft.batch=16", "sft.microbatch=16", "rollout.prompts=2"]
+    small = ["iterations=1", "sft.steps=30", "sft.batch=16", "sft.microbatch=16", "rollout.prompts=2"]
     small += ["rollout.group_size=2", "update.microbatch=2"]
     small += ["eval.batch=16", "eval.samples=2", "report.html=false", "device=cpu", f"compilation_cache={CACHE}"]
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", "guess", f"run_dir={run}", *small])

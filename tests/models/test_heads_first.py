@@ -76,8 +76,12 @@ def results(kind: str, dtype, *, heads_first: bool) -> list[np.ndarray]:
     def loss(x, state):
         return sum(jnp.sum(jnp.sin(part)) for part in run(x, state))
 
-    parts = run(x, state), jax.grad(loss, argnums=(0, 1))(x, state), jax.jvp(lambda x: run(x, state)[0], (x,), (dx,))
-    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(parts)]
+    @jax.jit
+    def parts(x, dx, state):
+        gradient, tangent = jax.grad(loss, argnums=(0, 1)), partial(jax.jvp, lambda x: run(x, state)[0])
+        return run(x, state), gradient(x, state), tangent((x,), (dx,))
+
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(parts(x, dx, state))]
 
 
 def error(found, expected) -> float:
