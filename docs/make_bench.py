@@ -1,12 +1,14 @@
-"""Write what ``oarjax bench --against torch`` measured into the tables of docs/speed.md.
+"""Write what ``oarjax bench`` measured into the tables of docs/speed.md and docs/cost.md.
 
 python docs/make_bench.py FILE...
     takes JSON documents of the command, alone on the machine, into docs/data: work on completions of equal length into
-    bench.json, W8 to W11 into bench_ragged.json, with this tree's commit: run it where they were measured
+    bench.json, W6 into bench_steps.json, W8 to W11 into bench_ragged.json, with this tree's commit: run it where they
+    were measured
 python docs/make_bench.py
     writes the tables from the numbers that are there
 
 oarjax bench --only W1,W2,W3,W4 --against torch --json > FILE
+oarjax bench --only W6 --json > FILE
 oarjax bench --only W8 --against torch --repeats 8 --json > FILE    and so on with W9, W10 and W11
 
 Ratios to the earlier commit are those of docs/make_before.py.
@@ -26,9 +28,10 @@ from typing import Any
 from oarjax.tools.study.page import between, table
 
 HERE = Path(__file__).resolve().parent
-PAGE, DATA = HERE / "speed.md", HERE / "data"
+PAGE, COSTS, DATA = HERE / "speed.md", HERE / "cost.md", HERE / "data"
 EQUAL = ("<!-- bench, equal lengths -->", "<!-- end of bench, equal lengths -->")
 RAGGED = ("<!-- bench, lengths that differ -->", "<!-- end of bench, lengths that differ -->")
+STEPS = ("<!-- bench, steps -->", "<!-- end of bench, steps -->")
 SIDES = {
     "by length, finer": "finer buckets",
     "to the longest": "padded to the longest",
@@ -42,10 +45,11 @@ SIDES = {
 def main() -> None:
     """Take documents, and write the tables."""
     found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
-    for name, part in (("bench", "models"), ("bench_ragged", "ragged")):
+    for name, part in (("bench", "models"), ("bench_steps", "credit"), ("bench_ragged", "ragged")):
         if documents := [rounded(document) for document in found if document[part]]:
             keep(DATA / f"{name}.json", documents, part)
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, of in ((PAGE, written), (COSTS, steps)):
+        page.write_text(of(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def keep(path: Path, documents: Sequence[dict[str, Any]], part: str) -> None:
@@ -72,15 +76,43 @@ def written(page: str) -> str:
     return between(page, *RAGGED, f"{machine(ragged, 'bench_ragged')}\n\n{ragged_table(ragged, before)}")
 
 
+def steps(page: str) -> str:
+    """Return the page of costs with the tables of whole steps written anew."""
+    made = json.loads((DATA / "bench_steps.json").read_text(encoding="utf-8"))
+    parts = [f"{machine(made, 'bench_steps')}\n"]
+    for policy in made["documents"][0]["credit"]:
+        by = {(row["method"], row["rows"]): row for row in policy["rows"]}
+        rows = [["method", "of GRPO", "FLOPs of GRPO", "goal", "half skipped", "FLOPs"]]
+        for (method, of), row in by.items():
+            if of == "all":
+                half, goal = by[method, "half skipped"], row["goal"]
+                rows.append([method, *taken(row), "" if goal is None else f"{goal:g}", *taken(half)])
+        whole, half = (
+            statistics.median(row["grpo"]["seconds"]["median"] for row in policy["rows"] if row["rows"] == of)
+            for of in ("all", "half skipped")
+        )
+        said = f"**{policy['name']}**, {policy['what']}; GRPO takes {whole:.2f} s ({half:.2f} s with half skipped):"
+        parts += [f"{said}\n", table(rows)]
+    return between(page, *STEPS, "\n".join(parts))
+
+
+def taken(row: dict[str, Any]) -> list[str]:
+    """Write a step's seconds and its FLOPs over GRPO's."""
+    return [spread(row["of_grpo"], ".2f"), f"{row['flops_of_grpo']:.2f}"]
+
+
 def machine(made: dict[str, Any], name: str) -> str:
     """Say what documents were measured on."""
     v, documents = made["versions"], made["documents"]
-    ours, theirs = (low_high([d["peak"][side] / 1e9 for d in documents], ".0f") for side in ("flops", "torch"))
+    peaks = {side: [d["peak"][side] / 1e9 for d in documents if d["peak"].get(side)] for side in ("flops", "torch")}
+    ours, theirs = (low_high(found, ".0f") if found else "" for found in peaks.values())
+    packages = f"torch {v['torch'].partition('+')[0]}, transformers {v['transformers']}, " if theirs else ""
+    theirs = f" and {theirs} by torch" if theirs else ""
     before, after = (low_high([d[f"load_average_{when}"] for d in documents], ".1f") for when in ("before", "after"))
     return (
         f"{made['threads']} CPU threads, medians of {made['repeats']} warm runs (minimum to maximum), ratios "
-        f"pair by pair (torch {v['torch'].partition('+')[0]}, transformers {v['transformers']}, jax {v['jax']}; "
-        f"products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA and {theirs} by torch; load {before} before, {after} "
+        f"pair by pair ({packages}jax {v['jax']}; "
+        f"products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA{theirs}; load {before} before, {after} "
         f"after; commit {made['commit']}, [numbers](data/{name}.json)):"
     )
 

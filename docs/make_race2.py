@@ -1,7 +1,7 @@
 """Write what the second race's records say into docs/race2.md: runs, areas by rate, seconds, what confirming detects.
 
-python docs/make_race2.py            rewrites the tables between the page's marks
-python docs/make_race2.py --print    prints them instead
+python docs/make_race2.py            rewrites the tables between the page's marks, and the one of docs/credit.md
+python docs/make_race2.py --print    prints the page's instead
 
 All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run, from
 docs/data/values_*.json, the "values" of the credit.json that oarjax credit writes with lab.continuations, and from
@@ -32,6 +32,7 @@ from oarjax.tools.study.results import (
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
+CREDIT, OF_CREDIT = HERE / "credit.md", ("<!-- signed values by task -->", "<!-- end of signed values by task -->")
 MORE = [*range(4, 52)]
 """Seeds that confirm where the study's would have detected too little; docs/race2.md says why."""
 TASKS = {
@@ -94,17 +95,39 @@ def main() -> None:
     if sys.argv[1:] == ["--print"]:
         print(tables())
         return
-    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), FIRST, LAST, tables()), encoding="utf-8")
+    told = tasks()
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), FIRST, LAST, tables(told)), encoding="utf-8")
+    CREDIT.write_text(between(CREDIT.read_text(encoding="utf-8"), *OF_CREDIT, signed_table(told)), encoding="utf-8")
 
 
-def tables() -> str:
+def tasks() -> dict[str, Told]:
+    """Return what the records of every task say."""
+    return {task: told_of(file, task, *study) for file, (task, *study) in TASKS.items()}
+
+
+def signed_table(told: dict[str, Told]) -> str:
+    """Return signed values less other arms by task; bold where below 5% by Holm over a task's primary comparisons."""
+    signed, first = "signed values 32x1", SPLITS[0]
+    against = [(arm, arm, "equal rollouts") for arm in (*SPLITS, "batch 32x1", f"{signed}, random places")]
+    against += [(f"{first}, at {axis}", first, axis) for axis in ("equal FLOPs", "equal KL")]
+    rows = [[f"{signed} less", *(task.replace(",", "") for task in told)]]
+    for title, arm, axis in against:
+        cells = []
+        for found in told.values():
+            mean = mean_interval(gaps_of(found.axes[axis], signed, arm))
+            bold = "**" * (axis == "equal rollouts" and found.primaries[signed, arm] < 0.05)
+            cells.append(f"{bold}{mean.mean:+.1f} ±{mean.half:.1f}{bold}")
+        rows.append([title, *cells])
+    return table(rows)
+
+
+def tables(told: dict[str, Told] | None = None) -> str:
     """Return what was measured by task, the criteria over the tasks, the values, and what the demo was left for."""
     parts, axes, splits, confirmed = [], dict[str, Axes](), dict[str, str](), dict[str, Measured]()
-    for file, (task, *study) in TASKS.items():
-        told = told_of(file, task, *study)
-        parts += told.parts
-        if told.measured:
-            axes[task], splits[task], confirmed[task] = told.axes, best_split(told.choose), told.measured
+    for task, found in (tasks() if told is None else told).items():
+        parts += found.parts
+        if found.measured:
+            axes[task], splits[task], confirmed[task] = found.axes, best_split(found.choose), found.measured
     parts += [CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits)]
     parts += [VALUED, valued(), GAPS, gaps_table(), REST]
     for file, task in REST_OF.items():
@@ -119,13 +142,14 @@ class Told(NamedTuple):
     measured: Measured
     axes: Axes
     choose: dict[str, Any]
+    primaries: dict[tuple[str, str], float]  # p by Holm
 
 
 def told_of(file: str, task: str, name: str, forks: str | None, seeds: list[int] | None) -> Told:
     """Tell every arm's area and seeds by rate, the seconds of a run, what confirming detects, and what it said."""
     path = HERE / "data" / f"{file}.jsonl"
     if not path.exists():
-        return Told([f"{task}: no run has finished.\n"], {}, {}, {})
+        return Told([f"{task}: no run has finished.\n"], {}, {}, {}, {})
     study = study_of(path, name, forks, seeds)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     choosing, confirming = ([r for r in records if (r["value"] is None) == of] for of in (False, True))
@@ -136,15 +160,16 @@ def told_of(file: str, task: str, name: str, forks: str | None, seeds: list[int]
     if results.get("budget", {}).get("pairs"):
         parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
     if not confirming:
-        return Told(parts, {}, {}, {})
+        return Told(parts, {}, {}, {}, {})
     runs = len(study.seeds) * len(study.arms)
     said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
     if len(confirming) < runs:
-        return Told([*parts, f"{said}; they are compared once all have.\n"], {}, {}, {})
+        return Told([*parts, f"{said}; they are compared once all have.\n"], {}, {}, {}, {})
     measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
     axes = axes_of(measured)
     parts += [f"{said}.\n", *compared(study, results, measured, axes)]
-    return Told(parts, measured, axes, results.get("choose") or {})
+    primaries = {(test["arm"], test["against"]): test["holm"] for test in results["primaries"]}
+    return Told(parts, measured, axes, results.get("choose") or {}, primaries)
 
 
 def study_of(records: Path, name: str, forks: str | None, seeds: list[int] | None) -> StudyConfig:

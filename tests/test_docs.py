@@ -5,6 +5,7 @@ import re
 import runpy
 import tomllib
 
+import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
@@ -69,11 +70,34 @@ def test_the_version_has_one_place():
     assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize(("script", "page"), [("make_race2", "race2"), ("make_deciding", "gradients")])
-def test_tables_are_computed_from_their_data(script, page):
-    made = runpy.run_path(str(DOCS / f"{script}.py"))
-    written = (DOCS / f"{page}.md").read_text(encoding="utf-8").split(made["FIRST"])[1].split(made["LAST"])[0]
-    assert written.strip() == made["tables"]().strip()
+def within(page, first, last):
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8").split(first)[1].split(last)[0].strip()
+
+
+def test_tables_of_gradients_are_computed_from_their_data():
+    made = runpy.run_path(str(DOCS / "make_deciding.py"))
+    assert within("gradients", made["FIRST"], made["LAST"]) == made["tables"]().strip()
+
+
+def test_what_is_said_of_the_second_race_is_computed_from_its_records():
+    """Its tables, the one of signed values, and every interval and detectable effect that a sentence names."""
+    made = runpy.run_path(str(DOCS / "make_race2.py"))
+    told = made["tasks"]()
+    tables = within("race2", made["FIRST"], made["LAST"])
+    assert tables == made["tables"](told).strip()
+    assert within("credit", *made["OF_CREDIT"]) == made["signed_table"](told).strip()
+
+    def named(text, *patterns):
+        return {tuple(map(float, np.atleast_1d(found))) for p in patterns for found in re.findall(p, text)}
+
+    number = r"(\d*\.?\d+)"
+    interval, prose = rf"{number}%? ±{number}", (DOCS / "race2.md").read_text(encoding="utf-8").replace(tables, "")
+    prose += (DOCS / "results.md").read_text(encoding="utf-8").split("**A [second race]")[1].split("\n\n")[0]
+    assert len(named(prose, interval)) > 40
+    assert named(prose, interval) <= named(tables, interval)
+    detected = named(prose, rf"{number} detected", rf"{number} could be detected")
+    assert len(detected) > 5
+    assert detected <= named(tables, rf"detects {number}", rf"detect {number} points")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +106,7 @@ def test_tables_are_computed_from_their_data(script, page):
         ("make_power", "appendix", "results_appendix"),
         ("make_power", "results", "results"),
         ("make_bench", "written", "speed"),
+        ("make_bench", "steps", "cost"),
     ],
 )
 def test_tables_within_a_page_are_computed_from_their_data(script, name, page):
