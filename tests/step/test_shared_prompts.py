@@ -129,6 +129,11 @@ def check_pass(policy, params, vocabulary, *, logps, gradient):
         assert 0 < apart <= gradient * optax.tree.norm(plain)
 
 
+def test_ragged_rows_in_float32():
+    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    check_pass(make_policy(tiny.model(), remat="full"), params, tiny.VOCAB, logps=1e-5, gradient=1e-5)
+
+
 def test_ragged_rows_in_bfloat16():
     """The plain path rounds products to 8 bits as well: it is as far from float32 as both are from each other."""
     params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)

@@ -203,7 +203,7 @@ def test_rollout_in_tokens_per_second_and_no_program_when_warm():
 
 @pytest.mark.slow
 def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_path, monkeypatch):
-    names = ("GRPO", "OAR-G, 1 draw", "soft reward")
+    names = ("GRPO", "OAR-G, 1 draw", "OAR-P", "soft reward")
     monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in names})
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
     setting = bench_step.StepSetting(TINY, SHAPES, microbatch=2)
@@ -214,18 +214,23 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
     rows = found["rows"]
     assert [(r["method"], r["rows"], r["goal"]) for r in rows] == [
         ("OAR-G, 1 draw", "all", 1.3),
+        ("OAR-P", "all", 6.0),
         ("soft reward", "all", None),
         ("OAR-G, 1 draw", "half skipped", None),
+        ("OAR-P", "half skipped", None),
         ("soft reward", "half skipped", None),
     ]
     for row in rows:
         assert row["flops_of_grpo"] > 1
         assert len(row["of_grpo"]["runs"]) == 2
-    every, skipped = rows[0]["executed_flops"], rows[2]["executed_flops"]  # OAR-G scores and updates in one pass
-    assert every["sample"] == skipped["sample"]
-    assert every["apply"] == skipped["apply"]
-    assert every["fused_add"] == 2 * skipped["fused_add"] > 0
-    assert rows[1]["executed_flops"] == rows[3]["executed_flops"]  # soft rewards score every row
+    passes = (0, ["fused_add"]), (1, ["score", "accumulate"])  # OAR-G scores and updates in one pass
+    for place, names in passes:
+        every, skipped = rows[place]["executed_flops"], rows[place + 3]["executed_flops"]
+        assert every["sample"] == skipped["sample"]
+        assert every["apply"] == skipped["apply"]
+        for name in names:
+            assert every[name] == 2 * skipped[name] > 0
+    assert rows[2]["executed_flops"] == rows[5]["executed_flops"]  # soft rewards score every row
     assert rows[0]["grpo"]["executed_flops"]["score"] == 0
     assert json.loads(json.dumps(found)) == found
 
