@@ -80,7 +80,7 @@ def steps(page: str) -> str:
     """Return the page of costs with the tables of whole steps written anew."""
     made = json.loads((DATA / "bench_steps.json").read_text(encoding="utf-8"))
     parts = [f"{machine(made, 'bench_steps')}\n"]
-    for policy in made["documents"][0]["credit"]:
+    for policy in (policy for document in made["documents"] for policy in document["credit"]):
         by = {(row["method"], row["rows"]): row for row in policy["rows"]}
         rows = [["method", "of GRPO", "FLOPs of GRPO", "goal", "half skipped", "FLOPs"]]
         for (method, of), row in by.items():
@@ -104,16 +104,15 @@ def taken(row: dict[str, Any]) -> list[str]:
 def machine(made: dict[str, Any], name: str) -> str:
     """Say what documents were measured on."""
     v, documents = made["versions"], made["documents"]
-    peaks = {side: [d["peak"][side] / 1e9 for d in documents if d["peak"].get(side)] for side in ("flops", "torch")}
-    ours, theirs = (low_high(found, ".0f") if found else "" for found in peaks.values())
+    sides = [side for side in ("flops", "torch") if documents[0]["peak"].get(side)]
+    ours, *theirs = (low_high([d["peak"][side] / 1e9 for d in documents], ".0f") for side in sides)
     packages = f"torch {v['torch'].partition('+')[0]}, transformers {v['transformers']}, " if theirs else ""
-    theirs = f" and {theirs} by torch" if theirs else ""
+    beside = f" and {theirs[0]} by torch" if theirs else ""
     before, after = (low_high([d[f"load_average_{when}"] for d in documents], ".1f") for when in ("before", "after"))
     return (
         f"{made['threads']} CPU threads, medians of {made['repeats']} warm runs (minimum to maximum), ratios "
-        f"pair by pair ({packages}jax {v['jax']}; "
-        f"products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA{theirs}; load {before} before, {after} "
-        f"after; commit {made['commit']}, [numbers](data/{name}.json)):"
+        f"pair by pair ({packages}jax {v['jax']}; products of 1,024 x 1,024 reach {ours} GFLOP/s by XLA{beside}; "
+        f"load {before} before, {after} after; commit {made['commit']}, [numbers](data/{name}.json)):"
     )
 
 

@@ -48,7 +48,8 @@ Measured = dict[str, dict[int, RunMeasures]]
 """What runs measured, by arm and seed."""
 Axes = dict[str, dict[str, dict[int, float]]]
 """Areas by axis, arm and seed."""
-SPLITS = ("GRPO 4x8", "GRPO 16x2")
+SPLITS, SINGLE, SIGNED = ("GRPO 4x8", "GRPO 16x2"), "batch 32x1", "signed values 32x1"
+RANDOM = f"{SIGNED}, random places"
 
 FORKS = ("data.train", "data.eval", "sft.data")
 """Where a study's base says which forks."""
@@ -92,10 +93,10 @@ REST_OF = {"race2_demo_rest": "demo, the rest", "race2_demo_problem": "demo, 192
 
 def main() -> None:
     """Write the tables, or print them."""
-    if sys.argv[1:] == ["--print"]:
-        print(tables())
-        return
     told = tasks()
+    if sys.argv[1:] == ["--print"]:
+        print(tables(told))
+        return
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), FIRST, LAST, tables(told)), encoding="utf-8")
     CREDIT.write_text(between(CREDIT.read_text(encoding="utf-8"), *OF_CREDIT, signed_table(told)), encoding="utf-8")
 
@@ -107,24 +108,23 @@ def tasks() -> dict[str, Told]:
 
 def signed_table(told: dict[str, Told]) -> str:
     """Return signed values less other arms by task; bold where below 5% by Holm over a task's primary comparisons."""
-    signed, first = "signed values 32x1", SPLITS[0]
-    against = [(arm, arm, "equal rollouts") for arm in (*SPLITS, "batch 32x1", f"{signed}, random places")]
-    against += [(f"{first}, at {axis}", first, axis) for axis in ("equal FLOPs", "equal KL")]
-    rows = [[f"{signed} less", *(task.replace(",", "") for task in told)]]
+    against = [(arm, arm, "equal rollouts") for arm in (*SPLITS, SINGLE, RANDOM)]
+    against += [(f"{SPLITS[0]}, at {axis}", SPLITS[0], axis) for axis in ("equal FLOPs", "equal KL")]
+    rows = [[f"{SIGNED} less", *(task.replace(",", "") for task in told)]]
     for title, arm, axis in against:
         cells = []
         for found in told.values():
-            mean = mean_interval(gaps_of(found.axes[axis], signed, arm))
-            bold = "**" * (axis == "equal rollouts" and found.primaries[signed, arm] < 0.05)
+            mean = mean_interval(gaps_of(found.axes[axis], SIGNED, arm))
+            bold = "**" * (axis == "equal rollouts" and found.primaries[SIGNED, arm] < 0.05)
             cells.append(f"{bold}{mean.mean:+.1f} ±{mean.half:.1f}{bold}")
         rows.append([title, *cells])
     return table(rows)
 
 
-def tables(told: dict[str, Told] | None = None) -> str:
+def tables(told: dict[str, Told]) -> str:
     """Return what was measured by task, the criteria over the tasks, the values, and what the demo was left for."""
     parts, axes, splits, confirmed = [], dict[str, Axes](), dict[str, str](), dict[str, Measured]()
-    for task, found in (tasks() if told is None else told).items():
+    for task, found in told.items():
         parts += found.parts
         if found.measured:
             axes[task], splits[task], confirmed[task] = found.axes, best_split(found.choose), found.measured
@@ -139,17 +139,17 @@ class Told(NamedTuple):
     """What the records of a task say: text, and once all runs have finished what they measured."""
 
     parts: list[str]
-    measured: Measured
-    axes: Axes
-    choose: dict[str, Any]
-    primaries: dict[tuple[str, str], float]  # p by Holm
+    measured: Measured = {}  # noqa: RUF012
+    axes: Axes = {}  # noqa: RUF012
+    choose: dict[str, Any] = {}  # noqa: RUF012
+    primaries: dict[tuple[str, str], float] = {}  # noqa: RUF012  p by Holm
 
 
 def told_of(file: str, task: str, name: str, forks: str | None, seeds: list[int] | None) -> Told:
     """Tell every arm's area and seeds by rate, the seconds of a run, what confirming detects, and what it said."""
     path = HERE / "data" / f"{file}.jsonl"
     if not path.exists():
-        return Told([f"{task}: no run has finished.\n"], {}, {}, {}, {})
+        return Told([f"{task}: no run has finished.\n"])
     study = study_of(path, name, forks, seeds)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     choosing, confirming = ([r for r in records if (r["value"] is None) == of] for of in (False, True))
@@ -160,11 +160,11 @@ def told_of(file: str, task: str, name: str, forks: str | None, seeds: list[int]
     if results.get("budget", {}).get("pairs"):
         parts += [f"{line}\n" for line in budget_text(results["budget"]).splitlines()]
     if not confirming:
-        return Told(parts, {}, {}, {}, {})
+        return Told(parts)
     runs = len(study.seeds) * len(study.arms)
     said = f"{task}: {len(confirming)} of {runs} runs that confirm have finished, from {commits_of(confirming)}"
     if len(confirming) < runs:
-        return Told([*parts, f"{said}; they are compared once all have.\n"], {}, {}, {}, {})
+        return Told([*parts, f"{said}; they are compared once all have.\n"])
     measured = {arm: measured_runs(runs) for arm, runs in plan.arms.items()}
     axes = axes_of(measured)
     parts += [f"{said}.\n", *compared(study, results, measured, axes)]
@@ -243,14 +243,13 @@ def text_of(gaps: np.ndarray, p: float | None = None) -> str:
 
 def judged(axes: dict[str, Axes], splits: dict[str, str]) -> list[str]:
     """Return the comparisons of the criteria by axis, p adjusted by Holm over the tasks that have confirmed."""
-    signed, single = "signed values 32x1", "batch 32x1"
     comparisons = [
-        (signed, "the best split", splits, [*axes[next(iter(axes))]]),
-        (signed, single, dict.fromkeys(splits, single), ["equal rollouts"]),
-        (signed, "its random places", dict.fromkeys(splits, f"{signed}, random places"), ["equal rollouts"]),
-        (single, "the best split", splits, [*axes[next(iter(axes))]]),
+        (SIGNED, "the best split", splits, [*axes[next(iter(axes))]]),
+        (SIGNED, SINGLE, dict.fromkeys(splits, SINGLE), ["equal rollouts"]),
+        (SIGNED, "its random places", dict.fromkeys(splits, RANDOM), ["equal rollouts"]),
+        (SINGLE, "the best split", splits, [*axes[next(iter(axes))]]),
         (
-            single,
+            SINGLE,
             "batch with that split",
             {t: s.replace("GRPO", "batch") for t, s in splits.items()},
             ["equal rollouts"],
@@ -270,20 +269,20 @@ def judged(axes: dict[str, Axes], splits: dict[str, str]) -> list[str]:
 
 def ends_table(confirmed: dict[str, Measured], splits: dict[str, str]) -> str:
     """Return where the axes of a task end, and the first comparison on axes that end where its own two arms do."""
-    signed, rows = "signed values 32x1", [["task", "share of signed values' FLOPs", "of the best split's"]]
+    rows = [["task", "share of signed values' FLOPs", "of the best split's"]]
     rows[0] += ["KL at the end, of signed values, of the best split, nats"]
     rows[0] += [f"{name}, the two alone" for name in ("equal FLOPs", "equal tokens", "equal KL")]
     for task, measured in confirmed.items():
-        two = {name: measured[name] for name in (signed, splits[task])}
+        two = {name: measured[name] for name in (SIGNED, splits[task])}
         cells, drift = [task], [np.median([drift_of(run) for run in runs.values()]) for runs in two.values()]
         for runs in two.values():
             least = {seed: min(arm[seed].flops for arm in measured.values() if seed in arm) for seed in runs}
             cells.append(f"{np.median([least[seed] / run.flops for seed, run in runs.items()]):.0%}")
-        seeds = two[signed]
+        seeds = two[SIGNED]
         end = np.median([min(drift_of(arm[seed]) for arm in measured.values() if seed in arm) for seed in seeds])
         cells.append(", ".join(f"{kl:.2f}" for kl in (end, *drift)))
         alone = axes_of(two)
-        cells += [text_of(gaps_of(alone[name], signed, splits[task])) for name in [*alone][1:]]
+        cells += [text_of(gaps_of(alone[name], SIGNED, splits[task])) for name in [*alone][1:]]
         rows.append(cells)
     return table(rows)
 

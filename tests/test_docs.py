@@ -91,7 +91,8 @@ def test_what_is_said_of_the_second_race_is_computed_from_its_records():
         return {tuple(map(float, np.atleast_1d(found))) for p in patterns for found in re.findall(p, text)}
 
     number = r"(\d*\.?\d+)"
-    interval, prose = rf"{number}%? ±{number}", (DOCS / "race2.md").read_text(encoding="utf-8").replace(tables, "")
+    interval = rf"{number}%? ±{number}"
+    prose = (DOCS / "race2.md").read_text(encoding="utf-8").replace(tables, "")
     prose += (DOCS / "results.md").read_text(encoding="utf-8").split("**A [second race]")[1].split("\n\n")[0]
     assert len(named(prose, interval)) > 40
     assert named(prose, interval) <= named(tables, interval)
