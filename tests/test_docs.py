@@ -108,6 +108,7 @@ def test_what_is_said_of_the_second_race_is_computed_from_its_records():
         ("make_power", "results", "results"),
         ("make_bench", "written", "speed"),
         ("make_bench", "steps", "cost"),
+        ("make_profile", "written", "speed"),
     ],
 )
 def test_tables_within_a_page_are_computed_from_their_data(script, name, page):
