@@ -13,11 +13,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Programs of tests run for milliseconds and compile for seconds. The first flag skips LLVM's passes, two thirds of that
-# time, the second writing MLIR for every fusion, most of what is left (later jaxlibs have no such flag). The HLO is
-# optimised as always. Processes that tests start inherit both.
+# time; the second leaves a program in one part, where 32 for as many threads help nobody beside another worker; the
+# third skips writing MLIR for every fusion, most of what is left (later jaxlibs have no such flag). HLO is optimised
+# as always. Processes that tests start inherit all.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
