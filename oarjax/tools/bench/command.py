@@ -9,11 +9,13 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.console import Console
@@ -119,8 +121,8 @@ def run(
     if against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError('--against torch: torch is not installed; pip install "oarjax[parity]"')
     choose_platform("auto")
+    console = make_console(cast(TextIOWrapper, sys.stderr) if as_json else None, markup=True)
     if growth:
-        console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
         grown = machine(None) | {"repeats": repeats}
         with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as compiled:  # each program, for memory and for time
             use_compilation_cache(compiled)
@@ -130,13 +132,44 @@ def run(
         return
     # Without the cache, the number of compilations and their memory are those of a fresh run.
     jax.config.update("jax_enable_compilation_cache", False)
-    console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
     peak = machine_peak()
     if against == "torch":
         from oarjax.tools.bench.against import product_flops
 
         peak = peak._replace(torch=product_flops(threads=threads(), device=torch_device(jax.devices()[0].platform)))
-    document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
+    document = machine(against) | {"repeats": repeats, "peak": peak._asdict()}
+    document |= {part: [] for part in ("models", "credit", "ragged")}
+    try:
+        bench_workloads(
+            document, names, workloads, repeats=repeats, peak=peak, against=against, console=console, show=not as_json
+        )
+    except KeyboardInterrupt:
+        print_document(document | {"stopped": True}, as_json=as_json, console=console)
+        raise
+    print_document(document, as_json=as_json, console=console)
+
+
+def print_document(document: dict[str, Any], *, as_json: bool, console: Console) -> None:
+    """Print the document, or how to read the tables above."""
+    document["load_average_after"] = _load()
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        console.print(footnote(document), style="dim")
+
+
+def bench_workloads(
+    document: dict[str, Any],
+    names: list[str],
+    workloads: list[str],
+    *,
+    repeats: int,
+    peak: Peak,
+    against: str | None,
+    console: Console,
+    show: bool,
+) -> None:
+    """Measure these workloads and add each to the document as it ends."""
     for name in names if set(workloads) & set(WORKLOADS) else []:
         result = bench_model(
             name,
@@ -149,24 +182,18 @@ def run(
             console=console,
         )
         document["models"].append(result := settled(result, peak, machine_peak()))
-        if not as_json:
+        if show:
             console.print(table(result, against=against))
-    steps = bench_of_steps(repeats=repeats, peak=peak, console=console, show=not as_json)
-    document["credit"] = list(steps) if STEPS in workloads else []
+    for result in bench_of_steps(repeats=repeats, peak=peak, console=console, show=show) if STEPS in workloads else []:
+        document["credit"].append(result)
     if GRADING in workloads:
         with console.status(GRADING), counted_compilations() as compiled:
             graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
         document["grading"] = graded
-        if not as_json:
+        if show:
             console.print(bench_grading.table(graded))
-    document["ragged"] = list(
-        bench_of_ragged(workloads, repeats=repeats, peak=peak, against=against, console=console, show=not as_json)
-    )
-    document["load_average_after"] = _load()
-    if as_json:
-        print(json.dumps(document, indent=2))
-    else:
-        console.print(footnote(document), style="dim")
+    for result in bench_of_ragged(workloads, repeats=repeats, peak=peak, against=against, console=console, show=show):
+        document["ragged"].append(result)
 
 
 def bench_model(

@@ -166,6 +166,20 @@ def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     assert "GFLOP/s of float32 matrix products" in " ".join(out.split())
 
 
+def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        yield {"workload": "W8"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "bench_of_ragged", interrupted)
+    monkeypatch.setattr(bench.jax.config, "update", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run("nano", "W8", 1, True, None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["ragged"] == [{"workload": "W8"}]
+    assert document["stopped"]
+
+
 @pytest.fixture
 def both(tmp_path) -> tuple:
     pytest.importorskip("torch", reason="torch is not installed (extra parity)")
