@@ -47,7 +47,9 @@ def _import_plugin(plugin: str) -> ModuleType:
     if module is not None and known == content:  # executed again, its classes and counters would be there twice
         return module
     name = f"oarjax_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
+    if name in sys.modules and sys.modules[name].__file__ != str(path):  # a file of this name in another folder
+        name += f"_{len(_imported)}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, path, content))
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -62,7 +64,14 @@ def _import_plugin(plugin: str) -> ModuleType:
 
 
 class _SourceLoader(SourceFileLoader):
-    """Runs the source alone: by bytecode, an edit within one second that keeps the file's length goes unseen."""
+    """Runs this source and nothing else: by bytecode, an edit within a second that keeps the length goes unseen."""
+
+    def __init__(self, name: str, path: Path, content: bytes) -> None:
+        super().__init__(name, str(path))
+        self._content = content
+
+    def get_data(self, path: Any) -> bytes:
+        return self._content if str(path) == self.path else super().get_data(path)
 
     def path_stats(self, path: Any) -> Any:
         raise OSError(f"no bytecode is read or written of {path}")

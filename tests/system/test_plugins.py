@@ -46,6 +46,14 @@ def test_a_file_is_run_once_until_it_is_another(tmp_path, monkeypatch):
     assert import_plugin(str(file)).made == ()
 
 
+def test_two_files_of_one_name_are_two_modules(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"def where():\n    return '{folder}'\n")
+    one, two = (import_plugin(str(tmp_path / folder / "same.py")) for folder in ("one", "two"))
+    assert [sys.modules[module.where.__module__] for module in (one, two)] == [one, two]
+
+
 @pytest.mark.parametrize("form", ["import helps_us", "from helps_us import WORD", "import deeper"])
 def test_modules_beside_two_plugins_that_have_one_name(tmp_path, form):
     for folder in ("one", "two"):
