@@ -49,6 +49,21 @@ def model() -> QwenConfig:
     )
 
 
+@functools.cache
+def _drawn_params() -> Params:
+    return jax.device_get(jax.jit(lambda key: init_params(model(), key, dtype=jnp.float32))(jax.random.key(3)))
+
+
+def params(dtype=jnp.float32) -> Params:
+    """Return the policy's first weights, drawn once per process: arrays of their own, as updates give memory up."""
+    return jax.tree.map(lambda x: jnp.array(x, dtype), _drawn_params())
+
+
+def norm(tree) -> float:
+    """Return the norm over all arrays of a tree, by numpy: ``optax.tree.norm`` compiles programs for every shape."""
+    return float(np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree))))
+
+
 def config(**changes) -> Config:
     tree = {
         "run_dir": "unused",
@@ -79,8 +94,8 @@ def build(cfg: Config, keyword_table: KeywordTable | None = None) -> tuple[Polic
     """Build programs and a fresh state; equal configs share programs, which compile once."""
     programs = _programs(cfg.model_dump_json()) if keyword_table is None else _build(cfg, keyword_table)
     policy, steps, tx, where = programs
-    params: Params = init_params(model(), jax.random.key(3), dtype=jnp.float32)
-    state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
+    start = params()
+    state = TrainState(jnp.zeros((), jnp.int32), start, tx.init(start), jax.random.key(cfg.seed))
     return policy, steps, jax.device_put(state, where.replicated)
 
 

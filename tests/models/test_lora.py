@@ -10,7 +10,7 @@ import tiny
 
 from oarjax.models.lora import adapter_axes, adapter_shapes, init_adapters, join_params, merge_adapters
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import abstract_params, init_params, logical_axes, weight_table
+from oarjax.models.weights import abstract_params, logical_axes, weight_table
 from oarjax.rollout.logps import token_logps
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -18,7 +18,7 @@ RANK, SCALE = 3, 2.5
 
 
 def params(dtype=jnp.float32):
-    return init_params(tiny.model(), jax.random.key(3), dtype=dtype)
+    return tiny.params(dtype)
 
 
 def adapters(targets=ALL, *, fresh=False):

@@ -61,7 +61,7 @@ def test_a_teacher_of_another_architecture_is_added_to_the_credit_of_the_reward(
     """``weight`` is the reward's: without it the teacher is all that is learned from."""
     cfg = tiny.config(loss__kl_in="token", loss__kl_beta=0.5, update__skip_zero_variance=False)
     policy = make_policy(tiny.model(), compute_dtype=jnp.float32, remat="none")
-    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    params = tiny.params()
     large = replace(tiny.model(), hidden_size=32, num_hidden_layers=3)
     teacher = make_policy(large, compute_dtype=jnp.float32, remat="none")
     taught = init_params(large, jax.random.key(8), dtype=jnp.float32)

@@ -104,7 +104,7 @@ def test_a_run_learns_with_its_own_log_probs_and_corrects_for_the_sampler():
     """Evaluations draw with the policy's own cache."""
     run = built(rollout__cache="int8", update__epochs=2, data__eval={"source": "unused"}, eval__batch=4)
     assert run.cfg.loss.off_policy.weighting == "token_truncate"
-    start = jax.device_put(init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32), run.layout.params)
+    start = jax.device_put(tiny.params(), run.layout.params)
     logps_of = partial(tiny.logps_of, run.policy, start, temperature=1.0)
     sampling = run.steps.rollout_params(start)
     held_out = run.steps.evaluate(sampling, run.place(tiny.prompts(), "prompts"), jax.random.key(1))

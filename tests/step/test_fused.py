@@ -9,7 +9,6 @@ import tiny
 
 from oarjax.credit.resolved import resolve_method
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import init_params
 from oarjax.step.fused import fuses
 from oarjax.step.iteration import iterate
 from oarjax.step.programs import make_steps
@@ -29,7 +28,7 @@ def build(dtype, changes, *, rate=0.1):
     policy = make_policy(tiny.model(), compute_dtype=dtype, remat=cfg.policy.remat, adapter_scale=cfg.lora.scale)
     tx = optax.sgd(rate)
     steps = make_steps(policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)
-    return cfg, tx, steps._replace(sample=tiny.drawn), init_params(tiny.model(), jax.random.key(3), dtype=dtype)
+    return cfg, tx, steps._replace(sample=tiny.drawn), tiny.params(dtype)
 
 
 def run(built, *, poisoned=False):
@@ -49,8 +48,8 @@ def check(both, tolerance, **more):
     """Compare an iteration in one pass with the same in two; return the size of the update, and the metrics."""
     (ours, one, records), (wanted, two, expected) = (run(built, **more) for built in both)
     np.testing.assert_allclose(one.weights, two.weights, rtol=0, atol=10 * tolerance)  # the gate stretches scores
-    size = optax.tree.norm(wanted)
-    assert optax.tree.norm(jax.tree.map(np.subtract, ours, wanted)) <= tolerance * size
+    size = tiny.norm(wanted)
+    assert tiny.norm(jax.tree.map(np.subtract, ours, wanted)) <= tolerance * size
     assert set(two.metrics) - set(one.metrics) == {"padding_share/score"}
     for name, value in one.metrics.items():
         assert value == pytest.approx(two.metrics[name], rel=tolerance, abs=tolerance, nan_ok=True), name
@@ -131,7 +130,7 @@ def test_one_pass_executes_fewer_products(remat, share):
         programs[fused] = make_steps(
             policy, optax.sgd(0.1), tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD
         )
-    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    params = tiny.params()
     state = new_state(params, optax.sgd(0.1), tiny.one_device(), seed=0, lora=tiny.config().lora)
     rollout = tiny.drawn(params, tiny.prompts(), None)
     span = tiny.find_answers(rollout)

@@ -11,7 +11,6 @@ import tiny
 
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import init_params
 from oarjax.step.iteration import NOISE, ORDER, iterate
 from oarjax.step.programs import make_steps
 from oarjax.types import TrainState
@@ -22,7 +21,7 @@ RATE = 0.5
 def sgd_build(cfg, *, dtype=jnp.float64):
     """The run of ``tiny.build`` with plain gradient descent, whose steps show the gradient's size."""
     policy, tx = make_policy(tiny.model(), compute_dtype=dtype, remat="none"), optax.sgd(RATE)
-    params = init_params(tiny.model(), jax.random.key(3), dtype=dtype)
+    params = tiny.params(dtype)
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
     where = tiny.one_device()
     steps = make_steps(policy, tx, where, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)

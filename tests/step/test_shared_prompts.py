@@ -13,7 +13,6 @@ from oarjax.config.learning import RolloutConfig, UpdateConfig
 from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy, grouped
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import init_params
 from oarjax.rollout.logps import token_logps
 from oarjax.step.iteration import iterate
 from oarjax.step.minibatches import Bucket, MinibatchPlan, padding_share
@@ -33,7 +32,7 @@ def iteration(dtype, changes, prompt_rows, buckets):
     cfg = tiny.config(**sizes | changes | buckets)
     policy = make_policy(tiny.model(), compute_dtype=dtype, remat="none", adapter_scale=cfg.lora.scale)
     tx, where = optax.sgd(1.0), tiny.one_device()
-    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.promote_types(dtype, jnp.float32))
+    params = tiny.params(jnp.promote_types(dtype, jnp.float32))
     state = new_state(params, tx, where, seed=0, lora=cfg.lora)
     before = jax.device_get(state.params)
     steps = make_steps(policy, tx, where, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)
@@ -44,22 +43,25 @@ def iteration(dtype, changes, prompt_rows, buckets):
     return jax.tree.map(np.subtract, jax.device_get(state.params), before), done, programs
 
 
-def check(dtype, changes, prompt_rows, *, change, weights, metric):
-    """Compare an iteration with shared prompts with the plain one: its update, weights and means over tokens.
+def check(dtype, changes, *, by_length, change, weights, metric, shares=(2,)):
+    """Compare iterations with shared prompts with the plain one: their updates, weights and means over tokens.
 
-    Ours pads rows by length; the plain one pads all alike, which takes one program of each kind.
+    The plain one pads all rows alike, which takes one program of each kind; ours do, or pad rows by length.
     """
-    ours, done, programs = iteration(dtype, changes, prompt_rows, BY_LENGTH)
     wanted, plain, _ = iteration(dtype, changes, 1, PADDED)
-    assert programs > 1
-    size = optax.tree.norm(wanted)
+    size = tiny.norm(wanted)
     assert size > 0
-    assert optax.tree.norm(jax.tree.map(np.subtract, ours, wanted)) <= change * size
-    np.testing.assert_allclose(done.weights, plain.weights, rtol=0, atol=weights)
-    assert set(done.metrics) == set(plain.metrics)
-    for name in {"loss", "ratio", "entropy", "sampler_gap", "kl"} & set(plain.metrics):
-        assert done.metrics[name] == pytest.approx(plain.metrics[name], rel=metric, abs=metric)
-    assert done.metrics["padding_share/update"] != plain.metrics["padding_share/update"]
+    for share in shares:
+        ours, done, programs = iteration(dtype, changes, share, BY_LENGTH if by_length else PADDED)
+        assert (programs > 1) == by_length
+        assert tiny.norm(jax.tree.map(np.subtract, ours, wanted)) <= change * size
+        np.testing.assert_allclose(done.weights, plain.weights, rtol=0, atol=weights)
+        assert set(done.metrics) == set(plain.metrics)
+        for name in {"loss", "ratio", "entropy", "sampler_gap", "kl"} & set(plain.metrics):
+            assert done.metrics[name] == pytest.approx(plain.metrics[name], rel=metric, abs=metric)
+        assert done.metrics["padding_share/update"] != plain.metrics["padding_share/update"]
+        assert share > 1 or done.metrics["padding_share/update"] < plain.metrics["padding_share/update"]
+        assert done.metrics["rows_used"] == plain.metrics["rows_used"]
 
 
 CASES = {
@@ -72,7 +74,7 @@ CASES = {
         "update__minibatches": 2,
         "update__microbatch": 2,
     },
-    "one pass": {"credit__method": "oar_g"},
+    "one pass": {"credit__method": "oar_g", "loss__surrogate": "cispo", "loss__aggregation": "dr_grpo"},
     "linear pass": {"credit__method": "oar_g", "update__fused": "never", "credit__estimator": "noisy"},
     "signals": {"credit__method": "entropy_top", "update__skip_zero_variance": False},
     "own passes": {"credit__method": "oar_p", "update__epochs": 2},
@@ -83,14 +85,17 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("x64")
 def test_an_iteration_is_the_plain_one_in_float64(name):
-    check(jnp.float64, CASES[name], 2, change=1e-12, weights=1e-9, metric=1e-12)
+    """By length both forms, of one pass and of two; each prompt on its own as well in one pass."""
+    by_length, shares = name in ("one pass", "two passes"), (1, 2) if name == "one pass" else (2,)
+    tolerances = {"change": 1e-12, "weights": 1e-12 if name == "one pass" else 1e-9, "metric": 1e-12}
+    check(jnp.float64, CASES[name], by_length=by_length, shares=shares, **tolerances)
 
 
 @pytest.mark.slow
 def test_an_iteration_with_adapters_is_the_plain_one():
     """In float32: sums over a group's rows are taken in another order. GRAIL's weights spread by 1."""
     changes = {"loss__kl_beta": 0.1, "lora__rank": 2, "credit__method": "grail"}
-    check(jnp.float32, changes, 2, change=1e-5, weights=1e-5, metric=1e-6)
+    check(jnp.float32, changes, by_length=True, change=1e-5, weights=1e-5, metric=1e-6)
 
 
 # Log-probs and gradients ---------------------------------------------------------------------------------------------
@@ -119,32 +124,32 @@ def logps_and_gradient(policy: Policy, params, tokens, valid):
     return np.asarray(logps), gradient
 
 
-def check_pass(policy, params, vocabulary, *, logps, gradient):
+def check_pass(policy, params, vocabulary, *, logps, gradient, shares=(2, 4)):
     rows = ragged(3, 4, vocabulary)
     wanted, plain = logps_and_gradient(policy, params, *rows)
-    for share in (2, 4):
+    for share in shares:
         found, ours = logps_and_gradient(grouped(policy, share), params, *rows)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=logps)
-        apart = optax.tree.norm(jax.tree.map(np.subtract, ours, plain))
-        assert 0 < apart <= gradient * optax.tree.norm(plain)
+        apart = tiny.norm(jax.tree.map(np.subtract, ours, plain))
+        assert 0 < apart <= gradient * tiny.norm(plain)
 
 
 def test_ragged_rows_in_float32():
-    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    params = tiny.params()
     check_pass(make_policy(tiny.model(), remat="full"), params, tiny.VOCAB, logps=1e-5, gradient=1e-5)
 
 
 def test_ragged_rows_in_bfloat16():
     """The plain path rounds products to 8 bits as well: it is as far from float32 as both are from each other."""
-    params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    params = tiny.params()
     policy = make_policy(tiny.model(), compute_dtype=jnp.bfloat16, remat="none")
-    check_pass(policy, params, tiny.VOCAB, logps=0.05, gradient=0.02)
+    check_pass(policy, params, tiny.VOCAB, logps=0.05, gradient=0.02, shares=(4,))
 
 
 def test_ragged_rows_of_a_policy_with_delta_nets():
     """The state after a prompt is that of all rows which continue it."""
     policy, params = delta_policy()
-    check_pass(policy, params, VOCAB, logps=2e-5, gradient=2e-5)
+    check_pass(policy, params, VOCAB, logps=2e-5, gradient=2e-5, shares=(2,))
 
 
 PROGRAM = """
@@ -154,12 +159,11 @@ from test_shared_prompts import logps_and_gradient, ragged
 from oarjax.models.policy import grouped
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import batch_spec
-from oarjax.models.weights import init_params
 from oarjax.run.layout import param_shardings
 from oarjax.system.mesh import make_mesh
 import tiny
 
-params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+params = tiny.params()
 tokens, valid = ragged(4, 4, tiny.VOCAB)
 def policy_of(dtype, share, mesh=None):
     return grouped(make_policy(tiny.model(), compute_dtype=dtype, mesh=mesh), share)
@@ -174,9 +178,9 @@ for axes, share, dtype in cases:
     here = jax.device_put(params, param_shardings(tiny.model(), mesh))
     found, ours = logps_and_gradient(policy_of(dtype, share, mesh), here, *rows)
     wanted, plain = one_device[dtype]
-    apart = optax.tree.norm(jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), ours, plain))
+    apart = tiny.norm(jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), ours, plain))
     print(json.dumps({**axes, "share": share, "dtype": dtype, "logps": float(np.abs(found - wanted).max()),
-                      "gradient": float(apart / optax.tree.norm(plain))}), flush=True)
+                      "gradient": float(apart / tiny.norm(plain))}), flush=True)
 """
 
 
