@@ -37,5 +37,5 @@ MODEL = QwenConfig(
 
 @functools.cache
 def delta_policy(dtype: str = "float32") -> tuple[Policy, Params]:
-    params = init_params(MODEL, jax.random.key(0), dtype=jnp.dtype(dtype))
+    params = jax.jit(lambda key: init_params(MODEL, key, dtype=jnp.dtype(dtype)))(jax.random.key(0))
     return make_policy(MODEL, remat="none", compute_dtype=jnp.dtype(dtype)), params

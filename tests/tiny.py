@@ -214,5 +214,5 @@ def logps_of(policy: Policy, params: Params, rollout: Rollout, *, temperature: f
     """Return the log-probs of whole rows, 0 for what the policy did not write."""
     made = rollout.completion
     how = {"completion_length": made.shape[1], "temperature": temperature, "head_chunk": 64}
-    whole, _ = token_logps(policy, params, jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid), **how)
-    return np.where(made, whole, 0)
+    forward = jax.jit(lambda params, tokens, valid: token_logps(policy, params, tokens, valid, **how)[0])
+    return np.where(made, forward(params, np.asarray(rollout.tokens), np.asarray(rollout.valid)), 0)

@@ -108,11 +108,15 @@ def test_scores_are_drops_of_the_answers_summed_logp_over_the_spans_length(x64):
     rollout = Rollout(tokens, valid, valid[:, -T:], jnp.zeros((2, T)), jnp.zeros((2, T)), jnp.ones(2, bool))
     context = Context(CreditSettings(method="causal_spans"), temperature=0.5, mask_id=pad)
     keys = jax.random.split(jax.random.key(0), 2)
-    found = causal_spans.score(policy, params, rollout, span, keys, context).importance
+    score = jax.jit(lambda *rows: causal_spans.score(policy, params, *rows, keys, context).importance)
+    found = score(rollout, span)
+
+    @jax.jit
+    def log_probs(ids):
+        return token_logps(policy, params, ids, valid, completion_length=T, temperature=1.0, head_chunk=99)[0]
 
     def answer_logp(ids) -> np.ndarray:
-        logps, _ = token_logps(policy, params, ids, valid, completion_length=T, temperature=1.0, head_chunk=99)
-        return np.where(answer, np.asarray(logps, np.float64), 0).sum(1)
+        return np.where(answer, np.asarray(log_probs(ids), np.float64), 0).sum(1)
 
     expected = np.zeros((2, T))
     for row, start, stop in ((0, 0, 3), (0, 4, 6), (1, 1, 5)):

@@ -63,18 +63,17 @@ def scored(cfg):
     return policy, state.params, rollout, span, scores
 
 
+def both_of(policy, params, rollout):
+    """Log-probs and entropies of one whole forward."""
+    settings = {"completion_length": 10, "temperature": 1.0, "head_chunk": 64}
+    forward = jax.jit(lambda params, *rows: token_logps(policy, params, *rows, **settings))
+    return forward(params, np.asarray(rollout.tokens), np.asarray(rollout.valid))
+
+
 @pytest.mark.parametrize("method", ["uniform", "oar_g", pytest.param("oar_p", marks=pytest.mark.slow)])
 def test_old_logps_are_the_same_whether_the_attribution_made_the_states_or_not(method):
     policy, params, rollout, _, scores = scored(tiny.config(credit__method=method, update__epochs=2))
-    expected, _ = token_logps(
-        policy,
-        params,
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.valid),
-        completion_length=10,
-        temperature=1.0,
-        head_chunk=64,
-    )
+    expected, _ = both_of(policy, params, rollout)
     mask = rollout.completion
     np.testing.assert_allclose(np.asarray(scores.old_logps)[0][mask], np.asarray(expected)[mask], rtol=1e-5, atol=1e-6)
     assert scores.measured is None
@@ -83,15 +82,7 @@ def test_old_logps_are_the_same_whether_the_attribution_made_the_states_or_not(m
 
 def test_entropies_are_computed_for_the_methods_that_need_them_alone():
     policy, params, rollout, _, scores = scored(tiny.config(credit__method="entropy"))
-    _, expected = token_logps(
-        policy,
-        params,
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.valid),
-        completion_length=10,
-        temperature=1.0,
-        head_chunk=64,
-    )
+    _, expected = both_of(policy, params, rollout)
     mask = rollout.completion
     entropies = np.asarray(scores.measured["entropies"])[0]
     np.testing.assert_allclose(entropies[mask], np.asarray(expected)[mask], rtol=1e-5, atol=1e-6)

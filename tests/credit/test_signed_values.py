@@ -93,8 +93,9 @@ def log_probs(policy, params, tokens, valid):
 def brute_force(policy, params, probed, at, row, place, token):
     """The product of the outcome's probabilities in one whole forward, with the token at its place."""
     prompt = probed.tokens.shape[1] - probed.completion.shape[1]
-    tokens = probed.tokens[row : row + 1].at[0, prompt + place].set(token)
-    logps = log_probs(policy, params, tokens, probed.valid[row : row + 1])[0]
+    tokens = np.array(probed.tokens[row : row + 1])
+    tokens[0, prompt + place] = token
+    logps = np.asarray(log_probs(policy, params, tokens, probed.valid[row : row + 1]))[0]
     ends = prompt + np.flatnonzero(at.outcome[row])
     return float(np.exp(sum(logps[p - 1, tokens[0, p]] for p in ends))) if len(ends) else 0.0
 
@@ -108,13 +109,15 @@ def scored(setting, by="oar_l", **changes):
     )
     method = resolve_method(settings)
     keys = jax.random.split(jax.random.key(0), 4)
-    return method.scorer(policy, temperature=TEMPERATURE, pad_id=tiny.PAD)(params, probed, at, keys, "answer_mean")
+    score = jax.jit(method.scorer(policy, temperature=TEMPERATURE, pad_id=tiny.PAD), static_argnums=4)
+    return score(params, probed, at, keys, "answer_mean")
 
 
 @pytest.mark.parametrize("by", ["oar_l", "random", "entropy", pytest.param("oar_g", marks=pytest.mark.slow)])
 def test_values_are_brute_force(setting, by):
-    policy, params, probed, at = setting
-    found = scored(setting, by)
+    policy, params, *where = setting
+    probed, at = jax.device_get(where)
+    found = jax.device_get(scored(setting, by))
     values, listed = found.values, np.asarray(found.values.listed)
     where = np.flatnonzero(listed.any((2,)).reshape(-1))
     assert len(where) == 4 * 3
@@ -202,7 +205,7 @@ def world(**more):
 
 
 def test_an_iteration_moves_what_is_listed_and_shares_the_rest():
-    """Of 16 prompts, a completion each."""
+    """Of 16 prompts, a completion each; where all rewards are equal nothing has a value."""
     singles = {"rollout__prompts": 16, "rollout__group_size": 1}
     cfg = tiny.config(**CFG, **singles, credit__signed_values={"places": 1, "candidates": 3, "share": 0.25})
     _, steps, state = tiny.build(cfg)
@@ -212,12 +215,8 @@ def test_an_iteration_moves_what_is_listed_and_shares_the_rest():
     inside = done.rollout.completion
     assert set(np.unique(done.weights[inside])) == {0.0, 0.25}
     assert ((done.weights == 0) & inside).sum(1).max() == 1
-
-
-def test_equal_rewards_have_no_values():
-    cfg = tiny.config(**CFG)
-    _, steps, state = tiny.build(cfg)
-    equal = world(reward=lambda rollout: np.ones(16, np.float32))
+    _, _, state = tiny.build(cfg)
+    equal = world(batches=[tiny.prompts(16)], reward=lambda rollout: np.ones(16, np.float32))
     _, done = iterate(state, state.params, 1, steps=steps, host=equal, cfg=cfg)
     assert (done.metrics["auxiliary"], done.metrics["grad_norm"]) == (0, 0)
 

@@ -81,9 +81,12 @@ def trained(filler):
         updates, state = tx.update(gradient, state)
         return (optax.apply_updates(params, updates), state), value
 
-    start = init_params(tiny.model(), jax.random.key(1), dtype=jnp.float32)
-    (params, _), _ = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=300))(start)
-    return params
+    @jax.jit
+    def run(key):
+        start = init_params(tiny.model(), key, dtype=jnp.float32)
+        return jax.lax.scan(step, (start, tx.init(start)), length=300)[0][0]
+
+    return run(jax.random.key(1))
 
 
 @functools.cache
@@ -95,10 +98,20 @@ def scorer():
     return jax.jit(resolve_method(settings).scorer(POLICY, temperature=1.0, pad_id=tiny.PAD), static_argnums=4)
 
 
+def in_parts(program, size, *arrays):
+    """Call a program on parts of so many rows, the last one filled up with its first row: it compiles once."""
+    rows, parts = len(arrays[0]), []
+    for start in range(0, rows, size):
+        at = np.r_[start : min(start + size, rows), [start] * max(start + size - rows, 0)]
+        parts.append(jax.device_get(program(*(x[at] for x in arrays))))
+    return jax.tree.map(lambda *x: np.concatenate(x)[:rows], *parts)
+
+
 def chances(params, question, completions):
     """Return the probability of each completion's tokens, [B, ROOM]; 1 after its end."""
     tokens, valid = padded([ids(question)] * len(completions), completions)
-    logps = np.asarray(log_probs(params, tokens, valid), np.float64)[:, PROMPT - 1 : -1]
+    logps = in_parts(functools.partial(log_probs, params), 24 * tiny.VOCAB, tokens, valid)
+    logps = np.asarray(logps, np.float64)[:, PROMPT - 1 : -1]
     own = np.take_along_axis(logps, tokens[:, PROMPT:, None], -1)[..., 0]
     return np.exp(np.where(valid[:, PROMPT:], own, 0))
 
@@ -132,9 +145,13 @@ def values(params, question, completions, *, later=0, answered=True):
     probed, at = with_reference(
         rollout, span, [([tiny.MARK], answer(question))] * len(tokens), room=4, stop_id=tiny.STOP
     )
-    keys = jax.random.split(jax.random.key(0), len(tokens))
-    probed, at = jax.tree.map(jnp.asarray, (probed, at))
-    found = jax.tree.map(np.asarray, scorer()(params, probed, at, keys, "answer_mean").values)
+    leaves, form = jax.tree.flatten((probed, at))
+    keys = jax.random.split(jax.random.key(0), tiny.VOCAB)  # entropy chooses the places
+
+    def score(*leaves):
+        return scorer()(params, *jax.tree.unflatten(form, leaves), keys, "answer_mean").values
+
+    found = in_parts(score, tiny.VOCAB, *leaves)
     listed, out = found.listed[:, 0], np.full((len(tokens), tiny.VOCAB), np.nan)
     for row in range(len(tokens)):
         out[row, found.ids[row, 0][listed[row]]] = found.values[row, 0][listed[row]]

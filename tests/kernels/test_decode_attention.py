@@ -172,7 +172,8 @@ for dtype, bound in ((jnp.bfloat16, 2**-8), (jnp.float32, 2e-6)):
     stores = [store(dtype, *keys[:2], 8, 128, 128), store(dtype, *keys[2:4], 32, 256, 200, Window(4, 4, 220))]
     q, k, v = (jax.random.normal(key, (16, 1, n, 64), dtype) for key, n in zip(keys[4:], (4, 2, 2)))
     stored = [decode_cache.layer(s, n) for s in stores]
-    want = segment_mixer([decode_cache.written(s)[:, None] for s in stores], alive)(stored, q, k, v)
+    masks = [decode_cache.written(s)[:, None] for s in stores]
+    want = jax.jit(lambda *x: segment_mixer(masks, alive)(stored, *x))(q, k, v)
     got = jax.jit(lambda *x: kernel_mixer(stores, alive, mesh)([n, n], *x))(q, k, v)
     print(float(jnp.abs(want - got)[alive[:, 0]].max()) < bound, len(got.sharding.device_set))
 try:

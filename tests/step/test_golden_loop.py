@@ -50,7 +50,7 @@ def test_two_epochs_of_two_minibatches_are_four_sgd_steps_written_out():
     assert (advantages != 0).any()
     taught, all_tokens = jnp.asarray(made), made.sum()
     tokens, valid = jnp.asarray(done.rollout.tokens), jnp.asarray(done.rollout.valid)
-    old = completion_logps(policy, params, tokens, valid, T)
+    old = jax.jit(completion_logps, static_argnums=(0, 4))(policy, params, tokens, valid, T)
 
     @jax.jit
     def step(params, rows):

@@ -30,9 +30,13 @@ def probed(rollout, span, problems):
 
 def probabilities(policy, params, rows, span):
     """The product of the outcome's probabilities, in a whole forward of each row."""
-    tokens, valid = jnp.asarray(rows.tokens), jnp.asarray(rows.valid)
-    hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)
-    logps = np.asarray(jax.nn.log_softmax(policy.unembed(params, hidden)), np.float64)
+
+    @jax.jit
+    def log_probs(params, tokens, valid):
+        hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)
+        return jax.nn.log_softmax(policy.unembed(params, hidden))
+
+    logps = np.asarray(log_probs(params, np.asarray(rows.tokens), np.asarray(rows.valid)), np.float64)
     prompt = rows.tokens.shape[1] - rows.completion.shape[1]
     out = []
     for row, marked in enumerate(np.asarray(span.outcome)):
