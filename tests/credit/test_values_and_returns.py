@@ -102,7 +102,8 @@ def in_parts(program, size, *arrays):
     """Call a program on parts of so many rows, the last one filled up with its first row: it compiles once."""
     rows, parts = len(arrays[0]), []
     for start in range(0, rows, size):
-        at = np.r_[start : min(start + size, rows), [start] * max(start + size - rows, 0)]
+        at = np.arange(start, start + size)
+        at[at >= rows] = start
         parts.append(jax.device_get(program(*(x[at] for x in arrays))))
     return jax.tree.map(lambda *x: np.concatenate(x)[:rows], *parts)
 
