@@ -164,7 +164,7 @@ def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
 
 def test_unrolled_blocks_give_the_same_states(tiny):
     model = replace(MODEL, num_hidden_layers=7)  # two blocks and a delta net
-    params = init_params(model, jax.random.key(5))
+    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(5))
 
     def hidden(unroll):
         policy = make_policy(model, remat="none", unroll=unroll)

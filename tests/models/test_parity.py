@@ -188,9 +188,15 @@ def torch():
     return pytest.importorskip("torch", reason="torch is not installed (extra parity)")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delta_tied"])
+WITH_GRADIENTS = ("moe_tied", "qwen2_untied", "qwen3_untied", "moe_delta_tied", "next_untied")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("delta_tied", *WITH_GRADIENTS)])
 def test_logits_equal_transformers(kind, torch, tmp_path, highest_precision):
-    """Other seeds and ids than the golden files', through save_pretrained and our loader; delta_tied: see vision."""
+    """Other seeds and ids than the golden files', through save_pretrained and our loader; delta_tied: see vision.
+
+    Other kinds' logits come with their gradients, below.
+    """
     model = torch_model(KINDS[kind], seed=100)
     model.save_pretrained(tmp_path)
     ids = np.random.default_rng(7).integers(0, 64, (2, 30), dtype=np.int32)
@@ -205,12 +211,11 @@ def all_in_float64(torch, x64, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_untied", "qwen3_untied")]
-IN_LONG += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("moe_delta_tied", "next_untied")]
+IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in WITH_GRADIENTS[1:]]
 
 
-@pytest.mark.parametrize("kind", ["moe_tied", *IN_LONG])
-def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, request):
+@pytest.mark.parametrize("kind", [WITH_GRADIENTS[0], *IN_LONG])
+def test_logits_and_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, request):
     """Of the mean log-probability of the next token, by every tensor of a checkpoint; the balance loss of experts too.
 
     In float64 with delta nets: keys of small length, normalised, show the rounding of float32 in the third digit.
@@ -246,13 +251,15 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
         valid = jnp.ones((2, 19), bool)
         rows = params, policy.embed(params, ids[:, :-1]), positions_of(valid), valid
         (hidden, _, routing) = policy.routed(*rows) if routed else (*policy.trunk(*rows), None)
-        logps = jax.nn.log_softmax(policy.unembed(params, hidden))
+        logits = policy.unembed(params, hidden)
         balance = balance_loss(routing) if routed else jnp.zeros(())
-        return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean() + 0.1 * balance, balance
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], -1)
+        return chosen.mean() + 0.1 * balance, (balance, logits)
 
     ids = jnp.asarray(ids)
     params = jax.tree.map(lambda x: x.astype(dtype), load_params(folder, cfg))
-    found, balance = jax.jit(jax.grad(loss, has_aux=True))(params)
+    found, (balance, logits) = jax.jit(jax.grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-4, rtol=0)
     if routed:
         assert float(balance) == pytest.approx(float(out.aux_loss), rel=1e-5)
     want = load_params(tmp_path / "gradients", cfg)

@@ -109,7 +109,7 @@ def test_bfloat16_is_near_float32(data):
 @pytest.fixture(scope="module")
 def tiny():
     """2 prompts of 5 (one left-padded by 2), 3 completions of 4 each, and the teacher-forced hidden states."""
-    params = init_params(TINY, jax.random.key(0), dtype=jnp.float32)
+    params = jax.jit(lambda key: init_params(TINY, key, dtype=jnp.float32))(jax.random.key(0))
     policy = make_policy(TINY, remat="none")
     prompt = jax.random.randint(jax.random.key(1), (2, 5), 0, 31, jnp.int32)
     prompt_valid = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
