@@ -400,7 +400,7 @@ def test_an_evaluation_of_a_run_plays_its_episodes(oarjax_json, tmp_path, monkey
     """Its figures are the run's own last ones: the same seeds, turns and observations."""
     run = tmp_path / "run"
     small = ["iterations=1", "sft.steps=30", "sft.batch=16", "sft.microbatch=16", "rollout.prompts=2"]
-    small += ["rollout.group_size=2", "update.microbatch=2"]
+    small += ["sft.data.limit=480", "data.train.limit=8", "rollout.group_size=2", "update.microbatch=2"]
     small += ["eval.batch=16", "eval.samples=2", "report.html=false", "device=cpu", f"compilation_cache={CACHE}"]
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", "guess", f"run_dir={run}", *small])
     with pytest.raises(SystemExit, match=r"^0$"):
