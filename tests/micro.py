@@ -220,18 +220,20 @@ def output(run: Path) -> str:
     return run.with_suffix(".log").read_text(errors="replace")
 
 
-def kill_after(process: Started | subprocess.Popen, seconds: float) -> bool:
-    """Kill it with signal 9 once it has used so many seconds of processor; False where it had ended by then.
+def kill_after(process: Started | subprocess.Popen, seconds: float) -> float | None:
+    """Kill it with signal 9 once it has used so many seconds of processor; where it ended before, return what it used.
 
     CPU time, so that its progress does not depend on the load of the machine.
     """
+    used = 0.0
     while process.poll() is None:
-        if cpu_seconds(process.pid) >= seconds:
+        used = max(used, cpu_seconds(process.pid))
+        if used >= seconds:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            return True
+            return None
         time.sleep(0.005)
-    return False
+    return used
 
 
 def cpu_seconds(pid: int) -> float:

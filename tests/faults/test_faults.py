@@ -14,6 +14,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import micro
@@ -84,33 +86,49 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, tmp_path,
     Rows take turns in slots, with refills and rewards per group and async, and every attempt has another clock. Half of
     the kills fall on runs that carry much: adapters, a mixture of data sets, rewards of problems, a teacher, another
     optimizer; and half on episodes of adapters whose environment raises, floods, forks and exits. The moments
-    are drawn one from each of as many equal parts of a run, so that every part of it meets a kill. Runs differ in the
-    processor time that they take: a moment which a whole run outlives comes a fifth sooner in the next.
+    are drawn one from each of as many equal parts of a run, so that every part of it meets a kill. The first run may
+    have compiled, which takes longer: by a run that outlives its moment all others are measured anew. The first that
+    carries much is told to stop in its warm start before.
     """
     config = KINDS[kind](config)
-    code, text = micro.finish(config, whole := tmp_path / "whole")  # compiles the programs
-    assert code == 0, text
-    seconds, kills = micro.whole_run(config, tmp_path / "timed"), max(KILLS // 2, 1)
-    assert_same(tmp_path / "timed", whole)
+    seconds, kills = micro.whole_run(config, whole := tmp_path / "whole"), max(KILLS // 2, 1)
     print(f"seed {SEED}: {kills} kills in the {seconds:.1f} s of processor time that a whole run takes")
     draw = random.Random(f"{SEED} {kind}")
-    moments = [(part + draw.random()) / kills * seconds for part in range(kills)]
+    moments = [(part + draw.random()) / kills for part in range(kills)]
     draw.shuffle(moments)
     runs, attempts = 1, 1
-    process = micro.start(config, run := tmp_path / "killed1")
+    run = tmp_path / "killed1"
+    if kind == "carrying":
+        told_to_stop_in_the_warm_start(config, run)
+        attempts = 2
+    process = micro.start(config, run)
     while moments:
-        if micro.kill_after(process, moments[0]):
-            print(f"run {runs}, killed after {moments.pop(0):.1f} s, {where(run)}", flush=True)
+        used = micro.kill_after(process, moments[0] * seconds)
+        if used is None:
+            print(f"run {runs}, killed after {moments.pop(0) * seconds:.1f} s, {where(run)}", flush=True)
             process, attempts = micro.start(config, run), attempts + 1
         else:
             ended(process, run, whole)
-            moments[0] *= 0.8 if attempts == 1 else 1.0
+            seconds = used if attempts == 1 else seconds
             runs, attempts = runs + 1, 1
             process = micro.start(config, run := tmp_path / f"killed{runs}")
     ended(process, run, whole)
+    assert kind != "carrying" or "resumes after step" in micro.output(tmp_path / "killed1")
 
 
-def ended(process: starts.Started, run: Path, whole: Path) -> None:
+def told_to_stop_in_the_warm_start(config: Path, run: Path) -> None:
+    """Within an iteration: tests/training/test_resume.py and test_two_processes.py."""
+    process = micro.start(config, run)
+    micro.wait_for(process, run.with_suffix(".log"), "sft 20/40")
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=600) == 75, micro.output(run)
+    assert "stopped; the same command resumes" in micro.output(run)
+    assert (run / "sft.json").exists()
+    assert not (run / "export").exists()
+    assert not OURS.search(micro.output(run))
+
+
+def ended(process: starts.Started | subprocess.Popen, run: Path, whole: Path) -> None:
     assert process.wait(timeout=600) == 0, micro.output(run)
     assert_same(run, whole)
     assert ".damaged" not in micro.output(run)  # a kill leaves unfinished checkpoints, never wrong ones
@@ -151,19 +169,6 @@ def flip(at: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_newest_checkpoint_is_put_aside(config, whole, tmp_path):
-    """Every kind of damage is told apart in tests/storage/test_checkpoint.py."""
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    flip(run / "checkpoints" / "000006")
-    code, text = micro.finish(config, run)
-    assert code == 0, text
-    assert "is not what was saved (its SHA-256 differs)" in text
-    assert "It is now 000006.damaged; trying the previous one" in text
-    assert "resuming after iteration 4" in text
-    assert_same(run, whole)
-
-
 def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -177,7 +182,7 @@ def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_pat
     assert before == micro.result(run)
 
 
-# Disks ------------------------------------------------------------------------------------------------------------
+# Storage that fails, and the lock ---------------------------------------------------------------------------------
 
 
 def can_mount() -> bool:
@@ -193,24 +198,15 @@ def can_mount() -> bool:
 CAN_MOUNT = os.geteuid() == 0 and can_mount()
 
 
-def mounting(test):
-    """Leave a test away where it could not mount its disk."""
-    return test if CAN_MOUNT else None
-
-
-def without_mounts(test):
-    """Leave a test away where a mounted disk shows more."""
-    return None if CAN_MOUNT else test
-
-
 @pytest.fixture
 def disk(tmp_path):
-    """A folder on a small disk of its own."""
+    """A folder on a small disk of its own, where one can be mounted."""
     there = tmp_path / "disk"
     there.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", there], check=True)
+    if CAN_MOUNT:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", there], check=True)
     yield there
-    while subprocess.run(["umount", "-l", there], capture_output=True, check=False).returncode == 0:
+    while CAN_MOUNT and subprocess.run(["umount", "-l", there], capture_output=True, check=False).returncode == 0:
         pass
 
 
@@ -229,116 +225,99 @@ def fill(there: Path) -> Path:
             return filler
 
 
-@mounting
-@pytest.mark.parametrize("policy", ["stop", "warn"])
-def test_a_full_disk(config, whole, disk, tmp_path, policy):
-    run, log = disk / "run", tmp_path / "log"
-    copy(whole, run)
-    process = micro.start(config, run, f"checkpoint.on_failure={policy}", log=log)
+def resumed(config: Path, run: Path, log: Path, *changes: str) -> starts.Started | subprocess.Popen:
+    """Start the command, and return once it has read the checkpoint of iteration 4."""
+    process = micro.start(config, run, *changes, log=log)
     micro.wait_for(process, log, "resuming after iteration 4")
-    filler = fill(disk)
+    return process
+
+
+def in_use(config: Path, run: Path, log: Path) -> None:
+    """Refuse a second command while the first stands still, kill that, and find the folder free."""
+    process = resumed(config, run, log)
+    process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
+    code, text = micro.finish(config, run, log=log.with_suffix(".second"))
+    assert code == 2, text
+    assert f"{run} is in use by process {process.pid} on " in text
+    process.kill()
+    process.wait()
+
+
+def full(config: Path, run: Path, log: Path, policy: str) -> None:
+    process = resumed(config, run, log, f"checkpoint.on_failure={policy}")
+    filler = fill(run.parent)
     code, text = process.wait(timeout=600), log.read_text()
+    filler.unlink()
     assert code == 75, text
     assert "error: cannot write " in text
     assert "No space left on device" in text
     assert not OURS.search(text), text
     assert ("OAR-G 6/6" in text) == (policy == "warn")  # and then the export has no room
-    intact(run)
-    filler.unlink()
-    code, text = micro.finish(config, run)
-    assert code == 0, text
-    assert_same(run, whole)
 
 
-@without_mounts
-def test_files_that_may_not_grow(config, whole, stopped):
+def read_only(config: Path, run: Path, log: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", run.parent], check=True)
+    code, text = micro.finish(config, run, log=log)
+    subprocess.run(["mount", "-o", "remount,rw", run.parent], check=True)
+    assert code == 75, text
+    assert "Read-only file system" in text
+    assert not OURS.search(text), text
+
+
+def vanishing(config: Path, run: Path, log: Path) -> None:
+    """Unmounted under a running run: an error, nothing on the disk below, and nothing lost on the one that went."""
+    place = log.with_suffix(".mount")
+    place.mkdir()
+    subprocess.run(["mount", "--bind", run.parent, place], check=True)
+    try:
+        process = resumed(config, place / run.name, log)
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+    code, text = process.wait(timeout=600), log.read_text()
+    assert code == 75, text
+    assert "nothing was written to its path since" in text
+    assert not OURS.search(text), text
+    assert list(place.iterdir()) == []
+
+
+def files_that_may_not_grow(config: Path, run: Path, log: Path) -> None:
     """What a full disk is to those who may mount none: the system refuses to write beyond a size."""
     # To a pipe: the limit must not hit what is printed.
-    process = subprocess.Popen(
-        micro.command(config, stopped), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(micro.command(config, run), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
     text, _ = process.communicate(timeout=600)
     assert process.returncode == 75, text
     assert "File too large" in text
     assert not OURS.search(text), text
-    intact(stopped)
-    code, text = micro.finish(config, stopped)
+
+
+ACCIDENTS: dict[str, Callable[[Path, Path, Path], None]] = {"in use": in_use}
+if CAN_MOUNT:
+    ACCIDENTS |= {f"full, {policy}": partial(full, policy=policy) for policy in ("stop", "warn")}
+    ACCIDENTS |= {"read-only": read_only, "vanishing": vanishing}
+else:
+    ACCIDENTS |= {"no growth": files_that_may_not_grow}
+
+
+def test_a_run_whose_storage_fails_again_and_again_ends_the_same(config, whole, disk, tmp_path):
+    """The newest checkpoint is damaged, and put aside; then a command per accident begins where the one before did.
+
+    Every kind of damage is told apart in tests/storage/test_checkpoint.py.
+    """
+    run = disk / "run"
+    shutil.copytree(whole, run)
+    flip(run / "checkpoints" / "000006")
+    for number, (name, accident) in enumerate(ACCIDENTS.items()):
+        print(name)
+        accident(config, run, tmp_path / f"{number}.log")
+        intact(run)
+    damaged = (tmp_path / "0.log").read_text()
+    assert "is not what was saved (its SHA-256 differs)" in damaged
+    assert "It is now 000006.damaged; trying the previous one" in damaged
+    code, text = micro.finish(config, run, log=tmp_path / "last.log")
     assert code == 0, text
-    assert_same(stopped, whole)
-
-
-@mounting
-def test_a_disk_that_has_become_read_only(config, whole, disk, tmp_path):
-    run, log = disk / "run", tmp_path / "log"
-    copy(whole, run)
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    code, text = micro.finish(config, run, log=log)
-    assert code == 75, text
-    assert "Read-only file system" in text
-    assert not OURS.search(text), text
-    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    intact(run)
-    assert micro.finish(config, run)[0] == 0
+    assert "resuming after iteration 4" in text
     assert_same(run, whole)
-
-
-@mounting
-def test_a_mount_that_vanishes(config, whole, tmp_path):
-    """Unmounted under a running run: an error, nothing on the disk below, and nothing lost on the one that went."""
-    disk, back = tmp_path / "disk", tmp_path / "back"
-    disk.mkdir()
-    back.mkdir()
-    copy(whole, back / "run")
-    subprocess.run(["mount", "--bind", back, disk], check=True)
-    process = micro.start(config, disk / "run", log=tmp_path / "vanish.log")
-    try:
-        micro.wait_for(process, tmp_path / "vanish.log", "resuming after iteration 4")
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-    code = process.wait(timeout=600)
-    text = (tmp_path / "vanish.log").read_text()
-    assert code == 75, text
-    assert "nothing was written to its path since" in text
-    assert not OURS.search(text), text
-    assert list(disk.iterdir()) == []
-    intact(back / "run")
-    code, text = micro.finish(config, back / "run")
-    assert code == 0, text
-    assert_same(back / "run", whole)
-
-
-# Being told to stop, and the lock ---------------------------------------------------------------------------------
-
-
-def test_told_to_stop_in_the_warm_start_it_saves_and_says_75(config, whole, tmp_path):
-    """Within an iteration: tests/training/test_resume.py and test_two_processes.py."""
-    run = tmp_path / "run"
-    process = micro.start(config, run)
-    micro.wait_for(process, run.with_suffix(".log"), "sft 20/40")
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=600) == 75, micro.output(run)
-    assert "stopped; the same command resumes" in micro.output(run)
-    assert (run / "sft.json").exists()
-    assert not (run / "export").exists()
-    assert not OURS.search(micro.output(run))
-    code, text = micro.finish(config, run)
-    assert code == 0, text
-    assert "resumes after step" in text
-    assert_same(run, whole)
-
-
-def test_a_run_in_use_is_refused_and_a_killed_one_is_not(config, whole, stopped):
-    process = micro.start(config, stopped)
-    micro.wait_for(process, stopped.with_suffix(".log"), "resuming after iteration 4")
-    process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
-    code, text = micro.finish(config, stopped)
-    assert code == 2, text
-    assert f"{stopped} is in use by process {process.pid} on " in text
-    process.kill()
-    process.wait()
-    assert micro.finish(config, stopped)[0] == 0
-    assert_same(stopped, whole)
 
 
 # Another config ---------------------------------------------------------------------------------------------------
