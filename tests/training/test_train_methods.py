@@ -47,11 +47,16 @@ COMBINATIONS = {
     },
     "oar_screened, mean embedding": {"method": "oar_screened", "masking.counterfactual": "mean_embedding"},
     "oar_l, deleted": {"method": "oar_l", "masking.counterfactual": "deleted"},
-    "oar_f, sampled": {"method": "oar_f", "fisher.sampled": 1, "polarity": "wrong"},
     "oar_g, joint, published": {"method": "oar_g", "estimator": "noisy", "draws": 2, "probe.mode": "answer_joint"},
     "grail": {"method": "grail"},  # and its policy replays the sampler's routers
     "causal_spans": {"method": "causal_spans", "answer.source": "reference", "answer.cue": "="},
-    "permuted": {"method": "permuted", "permuted_of": "oar_f", "gate.levels": "suppress"},
+    "permuted, of oar_f, sampled": {
+        "method": "permuted",
+        "permuted_of": "oar_f",
+        "fisher.sampled": 1,
+        "polarity": "wrong",
+        "gate.levels": "suppress",
+    },
     "serl": {"method": "serl", "marks": f"{__file__}:first_half", "teacher": "{prompt}({answer})"},
 }
 
@@ -108,4 +113,4 @@ def test_one_iteration(name, tmp_path):
             np.testing.assert_allclose(weights[reasoning].mean(), 1, rtol=1e-4)
             np.testing.assert_allclose(weights[~reasoning], 1, rtol=1e-6)
     reshaped = [np.ptp(row.weights) > 0 for row in rows if np.array(row.is_reasoning).sum() > 1]
-    assert any(reshaped) or not reshaped or name == "oar_f, sampled"
+    assert any(reshaped) or not reshaped
