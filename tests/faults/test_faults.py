@@ -143,8 +143,8 @@ def where(run: Path) -> str:
 def test_an_environment_that_hangs_costs_its_episodes_and_the_run_goes_on(config, tmp_path):
     run, classes = tmp_path / "run", Path(__file__).parent.parent / "golden" / "environments" / "classes.py"
     plays = f"rollout.environment={{name: '{classes}:Hangs', turns: 4, deadline: 2}}"
-    changes = ("iterations=2", "credit.method=uniform", "update.refills=0", "eval.every=2", "grading.workers=4")
-    code, text = micro.finish(micro.episodes_config(config), run, plays, *changes)
+    changes = ("iterations=2", "sft=null", "credit.method=uniform", "update.refills=0", "eval.every=2")
+    code, text = micro.finish(micro.episodes_config(config), run, plays, *changes, "grading.workers=4")
     assert code == 0, text
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["iteration"]]
     assert len(lines) == 2
