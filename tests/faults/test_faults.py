@@ -86,12 +86,15 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, tmp_path,
     Rows take turns in slots, with refills and rewards per group and async, and every attempt has another clock. Half of
     the kills fall on runs that carry much: adapters, a mixture of data sets, rewards of problems, a teacher, another
     optimizer; and half on episodes of adapters whose environment raises, floods, forks and exits. The moments
-    are drawn one from each of as many equal parts of a run, so that every part of it meets a kill. The first run may
-    have compiled, which takes longer: by a run that outlives its moment all others are measured anew. The first that
-    carries much is told to stop in its warm start before.
+    are drawn one from each of as many equal parts of a run, so that every part of it meets a kill. Runs differ in the
+    processor time that they take: by one that outlives its moment the others are measured anew. The first that carries
+    much is told to stop in its warm start before.
     """
     config = KINDS[kind](config)
-    seconds, kills = micro.whole_run(config, whole := tmp_path / "whole"), max(KILLS // 2, 1)
+    code, text = micro.finish(config, whole := tmp_path / "whole")  # compiles the programs
+    assert code == 0, text
+    seconds, kills = micro.whole_run(config, tmp_path / "timed"), max(KILLS // 2, 1)
+    assert_same(tmp_path / "timed", whole)
     print(f"seed {SEED}: {kills} kills in the {seconds:.1f} s of processor time that a whole run takes")
     draw = random.Random(f"{SEED} {kind}")
     moments = [(part + draw.random()) / kills for part in range(kills)]
