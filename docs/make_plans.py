@@ -1,10 +1,10 @@
-"""Write docs/data/plans.json, docs/plans.md and the headers of configs, for some configs or for all.
+"""Write docs/data/plans.json, docs/plans.md, a table of docs/cost.md and the headers of configs.
 
 python docs/make_plans.py CONFIG...            compiles the programs of these configs for their slices
 python docs/make_plans.py --phases=sample,apply CONFIG...    compiles these phases alone, and keeps the others
 python docs/make_plans.py --check CONFIG...    lowers them alone, and marks phases whose programs are others by now
 python docs/make_plans.py --beside NAME...     compiles variants that pages cite, for docs/data/plans_beside.json
-python docs/make_plans.py                      writes page and headers from the numbers that are there
+python docs/make_plans.py                      writes pages and headers from the numbers that are there
 
 A CONFIG is a name such as qwen3-4b_v6e-16. The other plans stay as they are, and the page says from which commit each
 phase is. Compiling takes minutes for a phase of a large policy, lowering a tenth of them; commit what changes programs
@@ -29,6 +29,7 @@ from oarjax.tools.plan.command import bytes_read, compile_apart, phases_of, plan
 from oarjax.tools.plan.programs import shapes_of
 from oarjax.tools.plan.sums import with_seconds
 from oarjax.tools.plan.table import headline, markdown
+from oarjax.tools.study.page import between, table
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE, BESIDE, PAGE = Path("docs/data/plans.json"), Path("docs/data/plans_beside.json"), Path("docs/plans.md")
@@ -55,6 +56,14 @@ VARIANTS = {  # name: config, changes and phase
     "7b-v5e-2x32": ("qwen2.5-7b_v5e-64", "mesh.data=2 mesh.fsdp=32", "fused"),
     "7b-v5p-shared": ("qwen2.5-7b_v5p-32", "update.prompt_rows=4", "fused"),
 }
+COST, MARKS = Path("docs/cost.md"), ("<!-- steps by plan -->", "<!-- end of steps by plan -->")
+STEPS = (  # what, config with remat, rows at once in sampling, and variants of OAR-G's pass and GRPO's update
+    ("7B v5p-32, remat `projections`", "qwen2.5-7b_v5p-32", "", "", "7b-v5p-grpo"),
+    ("7B v5e-64, remat `attention`", "qwen2.5-7b_v5e-64", "", "", "7b-v5e-grpo"),
+    ("7B v5p-32, 32 rows, `rollout.slots` 512", "qwen2.5-7b_v5p-32", "7b-8k-sample", "7b-8k", "7b-8k-grpo"),
+    ("8B v5p-64, remat `projections`", "qwen3-8b_long_v5p-64", "", "", "8b-long-grpo"),
+    ("the same, remat `full`, `rollout.slots` 256", "qwen3-8b_long_v5p-64", "8b-32k-sample", "8b-32k", "8b-32k-grpo"),
+)
 CACHE, TIMEOUT = "~/.cache/oarjax/tools/plan", 3600
 COMMAND = "python docs/make_plans.py"
 OLDER = (
@@ -135,10 +144,12 @@ def write(plans: list[dict[str, Any]]) -> None:
     """Write numbers, page and headers."""
     plans = [renewed(found) for found in plans]
     (ROOT / FILE).write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-    served = json.loads((ROOT / BESIDE).read_text(encoding="utf-8"))["served"]
+    beside = json.loads((ROOT / BESIDE).read_text(encoding="utf-8"))
     before = json.loads((ROOT / BEFORE).read_text(encoding="utf-8"))
-    page = markdown(plans, numbers=FILE, command=COMMAND, served=served, before=before)
+    page = markdown(plans, numbers=FILE, command=COMMAND, served=beside["served"], before=before)
     (ROOT / PAGE).write_text(page, encoding="utf-8")
+    cost = (ROOT / COST).read_text(encoding="utf-8")
+    (ROOT / COST).write_text(between(cost, *MARKS, steps_table(plans, beside)), encoding="utf-8")
     for found in plans:
         path, summary = ROOT / found["config"], headline(found)
         text = path.read_text(encoding="utf-8")
@@ -146,6 +157,21 @@ def write(plans: list[dict[str, Any]]) -> None:
             lines = textwrap.wrap(summary, width=118, break_on_hyphens=False)
             header = "".join(f"# {line}\n" for line in lines)
             path.write_text(HEADER.sub(lambda _, new=header: new, text), encoding="utf-8")
+
+
+def steps_table(plans: list[dict[str, Any]], beside: Mapping[str, Any]) -> str:
+    """Tabulate expected seconds of rollout, GRPO's update and OAR-G's scores and update, and their ratios."""
+    phases = {Path(found["config"]).stem: {p["name"]: p for p in found["phases"]} for found in plans}
+    rows = [["", "completions", "rollout", "GRPO's update", "OAR-G's scores and update", "over GRPO's update"]]
+    rows[0].append("step over GRPO's")
+    for what, config, sample, fused, update in STEPS:
+        found = phases[config]["sample"] if not sample else beside[sample]["phase"]
+        scored = phases[config]["fused"] if not fused else beside[fused]["phase"]
+        rollout, grpo, oar = (p["seconds_expected"] for p in (found, beside[update]["phase"], scored))
+        seconds = [f"{t:,.1f}" if t < 1000 else f"{t:,.0f}" for t in (rollout, grpo, oar)]
+        ratios = [f"{oar / grpo:.2f}", f"{(rollout + oar) / (rollout + grpo):.2f}"]
+        rows.append([what, f"{beside[update]['shapes']['completion']:,}", *seconds, *ratios])
+    return table(rows)
 
 
 def main(arguments: list[str]) -> int:

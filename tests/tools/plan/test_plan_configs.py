@@ -68,10 +68,15 @@ def test_a_shipped_config_and_its_plan(path):
 def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
     made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
-    served = json.loads((ROOT / made["BESIDE"]).read_text())["served"]
+    beside = json.loads((ROOT / made["BESIDE"]).read_text())
     before = json.loads((ROOT / made["BEFORE"]).read_text())
-    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=served, before=before)
+    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"], served=beside["served"], before=before)
     assert page == (ROOT / "docs/plans.md").read_text()
+    steps = made["steps_table"](PLANS, beside)
+    assert steps in (ROOT / made["COST"]).read_text()
+    slice_v5p, slice_v5e = (line.split(" | ")[-1].rstrip(" |") for line in steps.splitlines()[2:4])
+    said = f"{slice_v5e}x for 7B on v5e-64, {slice_v5p}x on v5p-32, by plan"
+    assert said in (ROOT / "docs/paper.md").read_text()
     assert json.loads(json.dumps(made["renewed"](PLANS[-1]))) == PLANS[-1]
     plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
     assert set(plans) == {p.name for p in SHIPPED}
