@@ -23,7 +23,9 @@ os.environ.setdefault(
 )
 
 import jax
+import jaxtyping
 import pytest
+import typechecks
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
@@ -46,6 +48,7 @@ MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted((ROOT / "oarjax").rglob("*.py"))
 ]
+jaxtyping.jaxtyped = typechecks.jaxtyped  # which the hook's code looks up
 install_import_hook(
     [m for m in MODULES if m not in UNHOOKED and m != "oarjax" and not any(u.startswith(m + ".") for u in UNHOOKED)],
     "typechecks.check",
