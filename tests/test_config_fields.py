@@ -107,11 +107,11 @@ BASE: dict[str, Any] = {
     "data": {
         "template": "plain",
         "max_prompt": 24,
-        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 60, "arithmetic": {"terms": 2}},
+        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 16, "arithmetic": {"terms": 2}},
         "eval": {"source": "builtin:arithmetic", "split": "eval", "limit": 3, "arithmetic": {"terms": 2}},
     },
     "sft": {
-        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 60, "arithmetic": {"terms": 2}},
+        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 16, "arithmetic": {"terms": 2}},
         "steps": 2,
         "batch": 4,
         "microbatch": 2,
