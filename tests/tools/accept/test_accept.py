@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 from conftest import ROOT, TESTS, virtual_devices
 from hostile_page import EVIL, Reader
 from jax.sharding import Mesh
+from typer.testing import CliRunner
 
+from oarjax.cli import app
 from oarjax.models import delta_net
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.tools.accept import command, device, kernels, numerics, policies, programs, runs
@@ -200,6 +203,7 @@ def test_a_fault_turns_its_stage_red(stage, setting, monkeypatch):
 def test_a_wrong_decode_of_delta_nets_is_red(setting, monkeypatch):
     """Without the fault it is green: ``test_the_whole_on_this_cpu``."""
     monkeypatch.setattr(policies, "KINDS", [kind for kind in policies.KINDS if kind.name == "delta nets"])
+    monkeypatch.setattr(policies, "scored", lambda *_: (np.zeros(1), [np.zeros(1)]))  # is not what decodes
     forgetful_state(monkeypatch)
     failed = [check.name for check in policies.policies(setting) if check.state == "failed"]
     assert failed == ["delta nets: sampler against scorer"]
@@ -236,6 +240,8 @@ def test_attention_of_gpus_is_compared(kind, setting, monkeypatch):
     assert [check.state for check in compared] == ["ok"] * 3, compared
     right = kernels.splash
     monkeypatch.setattr(kernels, "splash", lambda q, k, v, valid, **more: right(q, k, 1.1 * v, valid, **more))
+    # The forward pass, which both derivatives contain, is enough to see a fault by.
+    monkeypatch.setattr(kernels, "_three", lambda f, inputs, *_: dict.fromkeys(kernels.ERRORS, (jax.jit(f)(*inputs),)))
     assert "failed" in [check.state for check in kernels.attention(gpu)]
 
 
@@ -272,41 +278,54 @@ if "oarjax.tools.accept.worker" in sys.orig_argv:
 """Run in the worker: virtual devices become the chips of a v5e-8 on two hosts, with a data sheet that they exceed."""
 
 
-def accepted(folder, **environment):
+def accepted(folder, stages, patch, **environment):
     """Run ``oarjax accept`` on eight virtual chips; return its exit code, report and output."""
+    folder.mkdir()
     (folder / "sitecustomize.py").write_text(EIGHT)
-    done = subprocess.run(
-        [sys.executable, "-m", "oarjax.cli", "accept", "--device", "cpu", "--only", "facts,peaks"],
-        cwd=folder,
-        env=dict(os.environ)
-        | {"XLA_FLAGS": virtual_devices(8), "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}"}
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (folder / "report.json").is_file(), done.stderr[-3000:]
-    return done.returncode, json.loads((folder / "report.json").read_text()), done.stdout
+    patch.chdir(folder)
+    environment |= {"XLA_FLAGS": virtual_devices(8), "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}"}
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    done = CliRunner().invoke(app, ["accept", "--device", "cpu", "--only", ",".join(stages)])
+    assert (folder / "report.json").is_file(), done.output
+    return done.exit_code, json.loads((folder / "report.json").read_text()), done.stdout
+
+
+ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated", "memory", "against plan", "slowest")
+ALLOWED += ("hosts", "forward and backward", "equal results on every device")
+"""What may be not applicable on a CPU: thresholds of peaks, kernels' times, buckets and devices that are not there."""
+WIDE = ("phases", "storage")
+"""Stages that are run on eight devices; the others are run on one."""
+
+
+def green(folder, report, names):
+    """All stages of these names are green; what is not applicable is what a CPU cannot be asked."""
+    red = [(s["stage"], s["error"], [c for c in s["checks"] if c["state"] == "failed"]) for s in report["stages"]]
+    assert report["state"] == "ok", [stage for stage in red if stage[1] or stage[2]]
+    assert [stage["stage"] for stage in report["stages"]] == names
+    assert f"{len(names)} stages: {len(names)} ok" in (folder / "report.html").read_text()
+    skipped = [c["name"] for s in report["stages"] for c in s["checks"] if c["state"] == "not applicable"]
+    assert not [name for name in skipped if not any(word in name for word in ALLOWED)]
 
 
 @pytest.mark.slow
-def test_healthy_chips_are_accepted_and_a_wrong_and_a_slow_one_are_named(tmp_path):
+def test_healthy_chips_are_accepted_and_a_wrong_and_a_slow_one_are_named(tmp_path, monkeypatch):
     """All-reduces are compared with the links of their axis: a pair has one, a block of 2 x 4 closes a ring."""
-    (tmp_path / "healthy").mkdir()
-    code, report, _ = accepted(tmp_path / "healthy")
-    assert (code, report["state"], report["notable"]) == (0, "ok", [])
-    facts, peaks = ({c["name"]: c for c in stage["checks"]} for stage in report["stages"])
+    names = ["facts", "peaks", *WIDE]
+    code, report, _ = accepted(tmp_path / "healthy", names, monkeypatch)
+    assert (code, report["notable"]) == (0, [])
+    green(tmp_path / "healthy", report, names)
+    facts, peaks = ({c["name"]: c for c in stage["checks"]} for stage in report["stages"][:2])
     assert facts["machine"]["value"]
     assert facts["time"]["value"].startswith("20")
     assert "device 6 at 0,3,0; device 7 at 1,3,0" in facts["devices of this host"]["value"]
     reached = {name: check["note"] for name, check in peaks.items() if name.endswith("of what can be reached")}
     assert all(peaks[name]["state"] == "ok" for name in reached)
     assert len(reached) == 5  # products, copies, and all-reduces over both axes and between hosts
-    assert peaks["all-reduce over hosts adds up"]["state"] == "ok"
+    assert peaks["equal results on every device"]["state"] == "ok"
+    assert all(peaks[f"all-reduce over {axis} adds up"]["state"] == "ok" for axis in ("tensor", "hosts"))
 
-    (tmp_path / "unsound").mkdir()
-    code, report, said = accepted(tmp_path / "unsound", UNSOUND="1")
+    code, report, said = accepted(tmp_path / "unsound", names[:2], monkeypatch, UNSOUND="1")
     assert (code, report["state"]) == (1, "failed")
     wrong, slow = (each["text"] for each in report["notable"])
     assert wrong == "equal results on every device: no, bound yes; others on device 3 at 1,1,0"
@@ -352,8 +371,14 @@ for line in sys.stdin:
 
 
 def test_a_stage_that_hangs_or_dies_is_red_and_the_next_one_runs(tmp_path, monkeypatch):
-    start = subprocess.Popen
-    monkeypatch.setattr(command.subprocess, "Popen", lambda _, **more: start([sys.executable, "-c", WORKER], **more))
+    class Impatient(subprocess.Popen):
+        """Wait a moment, not seconds, for a worker to end by itself before it is killed."""
+
+        def wait(self, timeout=None):
+            return super().wait(timeout and 0.2)
+
+    start = partial(Impatient, [sys.executable, "-c", WORKER])
+    monkeypatch.setattr(command.subprocess, "Popen", lambda _, **more: start(**more))
     stages = [Stage(name, name, "", 60) for name in ("one", "hang", "two", "die", "three")]
     with command.Workers({}, tmp_path / "log") as workers:
         results = [workers.run(s, timeout=1.0 if s.name == "hang" else 60.0) for s in stages]
@@ -376,36 +401,34 @@ def test_the_page_shows_everything_and_runs_nothing(tmp_path):
     assert not [value for _, name, value in page.attributes if name in ("src", "onload")]
 
 
-ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated", "memory", "against plan", "slowest")
-ALLOWED += ("hosts", "forward and backward")
-"""What may be not applicable on a CPU: thresholds of peaks, kernels' times, and buckets that are not there."""
+FEW = """
+import sys
+
+if "oarjax.tools.accept.worker" in sys.orig_argv:
+    from oarjax.tools.accept import kernels, runs
+
+    kernels.SMALL, runs.ITERATIONS = kernels.SMALL[:1], 10
+"""
+"""Run in the worker: one width of heads and ten iterations go the same way as two and twenty."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
-def test_the_whole_on_this_cpu(devices, tmp_path):
-    """Every stage is green, on one device or on eight; what is not applicable is what a CPU cannot be asked."""
-    wide = {"facts", "peaks", "phases", "storage"}  # the others are run on one device
-    names = [stage.name for stage in STAGES if (stage.name in wide) == (devices == 8)]
-    stages = ["--only", ",".join(names)]
-    environment = {"XLA_FLAGS": virtual_devices(devices)}
+def test_the_whole_on_this_cpu(tmp_path):
+    """Every stage is green; the ones that are not here are so in the test of healthy chips."""
+    names = [stage.name for stage in STAGES if stage.name not in WIDE]
+    (tmp_path / "sitecustomize.py").write_text(FEW)
+    stages = ["--out", "report.json", "--device", "cpu", "--only", ",".join(names)]
     done = subprocess.run(
-        [sys.executable, "-m", "oarjax.cli", "accept", "--out", "report.json", "--device", "cpu", *stages],
+        [sys.executable, "-m", "oarjax.cli", "accept", *stages],
         cwd=tmp_path,
-        env=dict(os.environ) | environment | {"PYTHONPATH": f"{ROOT}:{TESTS}"},
+        env=dict(os.environ) | {"XLA_FLAGS": virtual_devices(1), "PYTHONPATH": f"{tmp_path}:{ROOT}:{TESTS}"},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert (tmp_path / "report.json").is_file(), done.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
-    red = [(s["stage"], s["error"], [c for c in s["checks"] if c["state"] == "failed"]) for s in report["stages"]]
-    assert report["state"] == "ok", [stage for stage in red if stage[1] or stage[2]]
+    green(tmp_path, report := json.loads((tmp_path / "report.json").read_text()), names)
     assert done.returncode == 0
-    assert [stage["stage"] for stage in report["stages"]] == names
-    assert f"{len(names)} stages: {len(names)} ok" in (tmp_path / "report.html").read_text()
-    skipped = [c["name"] for s in report["stages"] for c in s["checks"] if c["state"] == "not applicable"]
-    assert not [name for name in skipped if not any(word in name for word in ALLOWED)]
-    if devices == 8:
-        assert any("all-reduce over tensor adds up" in c["name"] for s in report["stages"] for c in s["checks"])
+    (count,) = (c["value"] for s in report["stages"] for c in s["checks"] if c["name"] == "all iterations are recorded")
+    assert count == 10  # the worker ran the few
