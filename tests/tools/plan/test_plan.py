@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
+from typer.testing import CliRunner
 
+from oarjax.cli import app
 from oarjax.config.loading import parse_config
 from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.data.hf_files import CheckpointError
@@ -330,19 +329,23 @@ def libtpu():
         pytest.skip("libtpu is not installed (extra aot)")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "oarjax.cli", "plan", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        check=False,
-    )
+@pytest.fixture
+def command(libtpu, unchecked, monkeypatch):
+    """Run the command in this process as a user does, which compiles in others: (exit code, output)."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["plan", *arguments])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.exit_code, done.output
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
+def test_a_small_run_is_compiled_for_a_tpu(tmp_path, command):
     """Executed FLOPs are those of the formula, the state is updated in place, and OAR-P has a form for TPUs."""
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
@@ -350,9 +353,9 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
     out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
     settings = ("--json", str(out), "--cache", cache, "--phases", "sample,fused,apply", "--credit", "oar_p")
-    done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "does not fit" not in done.stdout
+    code, said = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
+    assert code == 0, said
+    assert "does not fit" not in said
     (found,) = json.loads(out.read_text())
     sample, fused, masked, applied = found["phases"]
     assert applied["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
@@ -373,7 +376,7 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "slices"), [("v5e-4", 2), ("v7x-8", 1)])
-def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
+def test_eight_devices_are_compiled_for(topology, slices, tmp_path, command):
     """A row on each: the sum of the gradients goes over the network between two slices, or four chips have them all."""
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
@@ -382,8 +385,8 @@ def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
     (tmp_path / "slices.yaml").write_text(yaml.safe_dump(tree))
     out = tmp_path / "plan.json"
     settings = ("--json", str(out), "--cache", str(tmp_path / "cache"), "--phases", "update", "--topology", topology)
-    done = command(str(tmp_path / "slices.yaml"), *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = command(str(tmp_path / "slices.yaml"), *settings)
+    assert code == 0, said
     (found,) = json.loads(out.read_text())
     (update,) = found["phases"]
     assert update["chips"] == 8
@@ -396,10 +399,10 @@ def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
 
 
 @pytest.mark.slow
-def test_a_policy_that_is_too_large_is_told(tmp_path, libtpu):
+def test_a_policy_that_is_too_large_is_told(tmp_path, command):
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(config().model_dump(mode="json")))
     settings = ("--phases", "update", "--cache", str(tmp_path / "cache"))
-    done = command(str(tmp_path / "large.yaml"), *settings)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "NO" in done.stdout
-    assert "does not fit: update: try a lower update.microbatch, a lower policy.head_chunk" in done.stdout
+    code, said = command(str(tmp_path / "large.yaml"), *settings)
+    assert code == 1, said
+    assert "NO" in said
+    assert "does not fit: update: try a lower update.microbatch, a lower policy.head_chunk" in said
