@@ -520,14 +520,12 @@ def alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
+def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path, monkeypatch, capfd):
     root = tmp_path / "study-x"
-    arms = {"GRPO": {"credit.method": "uniform"}, "slower": {"credit.method": "uniform", "optim.lr": 1e-7}}
-    tree = yaml.safe_load(file.read_text()) | {"arms": arms, "sweep": None, "seeds": [0]}
-    file.write_text(yaml.safe_dump(tree, sort_keys=False))
-    arguments = [sys.executable, "-m", "oarjax.cli", "study", str(file)]
-    arguments += ["base.iterations=10", "base.checkpoint.every=1", "--jobs", "1"]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    tree = yaml.safe_load(file.read_text()) | {"arms": {"GRPO": {"credit.method": "uniform"}}}
+    file.write_text(yaml.safe_dump(tree | {"sweep": None, "seeds": [0]}, sort_keys=False))
+    arguments = ["study", str(file), "base.iterations=10", "base.checkpoint.every=1", "--jobs", "1"]
+    process = subprocess.Popen([sys.executable, "-m", "oarjax.cli", *arguments], stdout=subprocess.DEVNULL)
     metrics = root / "seed0" / "grpo" / "metrics.jsonl"
     end = time.monotonic() + 300
     while time.monotonic() < end and not finished(root / "seed0" / "grpo" / "checkpoints"):
@@ -542,14 +540,16 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
         time.sleep(0.1)
     assert read_metrics(metrics)[-1]["iteration"] < 10
 
-    assert subprocess.run(arguments, stdout=subprocess.DEVNULL, check=False, timeout=500).returncode == 0
+    code, out, err = oarjax(monkeypatch, capfd, *arguments)
+    assert code == 0, out + err
     assert "resuming after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
     assert [r["iteration"] for r in read_metrics(metrics)] == list(range(11))
-    assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 2, "finished": 2}
+    assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 1, "finished": 1}
 
 
 @pytest.mark.slow
-def test_runs_of_one_arm_share_their_programs(file, tmp_path):
+def test_runs_of_one_arm_share_their_programs(file, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.clear_caches", lambda: None)  # forgotten programs go; JAX's own small ones may stay
     jobs = {job.name: dict(job.task) for job in command.tasks(make_plan(load_study(file)))}
     with ExitStack() as stack:
         graders, programs = Graders(stack), LentPrograms()
