@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack, nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from oarjax.cli import main
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_completions, read_metrics
+from oarjax.run.run import Run
 from oarjax.step.metrics import all_finite
 from oarjax.storage.bad_batches import read_bad_batch, read_params
 from oarjax.tools.replay import command
@@ -66,6 +68,22 @@ def base(tmp_path_factory):
     tree["grading"] = {"rewards": [{"name": "replay_long"}], "workers": 1, "plugins": [str(folder / "mine.py")]}
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graders():
+    """Let runs with the same rewards share their grading process."""
+    started, make = {}, Run.grader
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        def grader(run):
+            settings = run.cfg.grading.model_dump_json() + repr(run.cfg.credit.answer)
+            if settings not in started:
+                started[settings] = stack.enter_context(make(run))
+            return nullcontext(started[settings])
+
+        patch.setattr(Run, "grader", grader)
+        yield
 
 
 @pytest.fixture
