@@ -15,10 +15,10 @@ KEPT, SHOWN = 12, 6
 OTHERS = "other passes"
 
 
-def largest_operations(operations: Counter[str], kept: int = KEPT) -> dict[str, float]:
+def largest_operations(operations: Mapping[str, float], kept: int = KEPT) -> dict[str, float]:
     """Return the cycles of the operations that take most, and of all others together."""
-    most = {name: float(cycles) for name, cycles in operations.most_common(kept)}
-    return most | {OTHERS: float(operations.total()) - sum(most.values())}
+    most = {name: float(operations[name]) for name in sorted(operations, key=lambda name: -operations[name])[:kept]}
+    return most | {OTHERS: float(sum(operations.values())) - sum(most.values())}
 
 
 def cycles_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
