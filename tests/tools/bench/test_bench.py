@@ -153,16 +153,16 @@ def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     monkeypatch.setattr(bench, "MODELS", {"nano": TINY})
     monkeypatch.setattr(bench, "WorkloadSizes", lambda: SHAPES)
     monkeypatch.setattr(bench.jax.config, "update", lambda *_: None)  # the tests keep their compilation cache
-    bench.run("nano", "w1", 1, True, None)
+    bench.run("nano", "w2", 1, True, None)
     document = json.loads(capsys.readouterr().out)
     assert document["threads"] >= 1
-    assert [r["name"] for r in document["models"][0]["rows"]] == ["rollout"]
+    assert [r["name"] for r in document["models"][0]["rows"]] == ["update", "log-probs"]
     (found,) = document["models"]
     monkeypatch.setattr(bench, "bench_model", lambda *_, **__: found)  # the same once more, as a table
     monkeypatch.setattr(bench, "machine_peak", lambda: PEAK)
-    bench.run("nano", "W1", 1, False, None)
+    bench.run("nano", "W2", 1, False, None)
     out = capsys.readouterr().out
-    assert "rollout" in out
+    assert "log-probs" in out
     assert "of peak" in out
     assert "GFLOP/s of float32 matrix products" in " ".join(out.split())
 
