@@ -213,7 +213,11 @@ def games(config) -> Path:
     tree = yaml.safe_load(config.read_text())
     tree["policy"]["path"] = "builtin:turns"
     tree["data"] |= {name: {"source": "builtin:guess", "split": name, "limit": 8} for name in ("train", "eval")}
-    tree["sft"] |= {"data": {"source": "builtin:guess", "split": "sft", "limit": 480}, "steps": 60, "optim": {"lr": 1e-3}}
+    tree["sft"] |= {
+        "data": {"source": "builtin:guess", "split": "sft", "limit": 480},
+        "steps": 60,
+        "optim": {"lr": 1e-3},
+    }
     tree["optim"] |= {"function": "optax.sgd", "lr": 0.1}  # Adam would divide rounding by gradients near 0
     tree["rollout"] |= {"max_new": 32, "completion_bucket": 32, "environment": {"name": "builtin:guess", "turns": 3}}
     tree["grading"]["rewards"] = [{"name": "environment"}, {"name": "even_length"}]
