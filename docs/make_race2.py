@@ -56,7 +56,7 @@ FORKS = ("data.train", "data.eval", "sft.data")
 
 CRITERIA = """### By the criteria
 
-Points of area, paired by seed; p by Student's t, adjusted by Holm over the tasks that have confirmed by now, within an
+Points of area, paired by seed; p by Student's t, adjusted by Holm over the tasks that have confirmed, within an
 axis. The best split is the one whose area less its standard error is larger on the seeds that choose.
 """
 

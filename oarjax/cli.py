@@ -127,7 +127,7 @@ def config(
     show_fields(section, as_json=as_json)
 
 
-@app.command(epilog='Example: oarjax sample runs/demo "17-8-9+12-5=" --count 4')
+@app.command(epilog='Example: oarjax sample runs/demo "7-3+4-8+2=" --count 4')
 def sample(
     policy: Annotated[
         str, typer.Argument(metavar="POLICY", help="Run folder, checkpoint folder, HF folder or hub name.")

@@ -126,6 +126,17 @@ def test_a_phase_whose_programs_are_others_by_now_is_marked():
     assert commits_table([found])[-1] == "| x | sample: old, changed; fused, apply: new |"
 
 
+def test_the_notebook_of_one_chip_tells_the_plan_of_its_config():
+    text = (ROOT / "notebooks" / "colab_tpu.ipynb").read_text()
+    (found,) = (p for p in PLANS if p["config"] == "configs/colab_qwen2.5-0.5b.yaml")
+    sample, fused = (p for p in found["phases"] if p["name"] in ("sample", "fused"))
+    least = [p["seconds_in_turn"] for p in (sample, fused, found["step"])]
+    memory = [p["hbm"]["total"] / 2**30 for p in (sample, fused, found["step"])]
+    for what, numbers in (("seconds at least", least), ("memory, GiB of 15.75", memory)):
+        assert f"| {what} | {' | '.join(f'{number:.1f}' for number in numbers)} |" in text
+    assert f"expected to take {found['step']['seconds_expected']:.1f} seconds" in text
+
+
 def test_the_notebook_with_adapters_tells_the_plan_of_its_config():
     text = (ROOT / "notebooks" / "kaggle_lora_7b.ipynb").read_text()
     (step,) = (p["step"] for p in PLANS if p["config"] == "configs/qwen2.5-7b_v5e-8_lora.yaml")
