@@ -69,7 +69,8 @@ little where a share is small.
 VALUED = """### Are the values right?
 
 v(a) - b against Q(a) - V, the mean reward of 32 sampled continuations of every listed token, on the warm start of seed
-0, at 2 places of a completion with the 4 likeliest tokens and the drawn one each. "At most" is the correlation that the noise of Q leaves; "same sign" is of the tokens
+0, at 2 places of a completion with the 4 likeliest tokens and the drawn one each. "At most" is the correlation that the
+noise of Q leaves; "same sign" is of the tokens
 whose |Q - V| exceeds two standard errors. First and second writings of echo's choices are places that no finder of the
 package gives: whoever knows the task takes them.
 """
