@@ -11,6 +11,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 
 def import_plugin(plugin: str) -> ModuleType:
@@ -48,7 +49,7 @@ def _import_plugin(plugin: str) -> ModuleType:
         return module
     name = f"oarjax_plugin_{path.stem}"
     if name in sys.modules and sys.modules[name].__file__ != str(path):  # a file of this name in another folder
-        name += f"_{len(_imported)}"
+        name += f"_{crc32(str(path).encode()):x}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, path, content))
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")

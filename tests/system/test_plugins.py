@@ -46,12 +46,16 @@ def test_a_file_is_run_once_until_it_is_another(tmp_path, monkeypatch):
     assert import_plugin(str(file)).made == ()
 
 
-def test_two_files_of_one_name_are_two_modules(tmp_path):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "same.py").write_text(f"def where():\n    return '{folder}'\n")
-    one, two = (import_plugin(str(tmp_path / folder / "same.py")) for folder in ("one", "two"))
-    assert [sys.modules[module.where.__module__] for module in (one, two)] == [one, two]
+def test_files_of_one_name_are_modules_of_their_own(tmp_path):
+    def imported(folder, text):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "same.py").write_text(f"def where():\n    return '{text}'\n")
+        return import_plugin(str(tmp_path / folder / "same.py"))
+
+    modules = [imported("one", "one"), imported("two", "before its edit")]
+    assert [sys.modules[module.where.__module__] for module in modules] == modules
+    modules = [modules[0], imported("two", "two"), imported("three", "three")]
+    assert [sys.modules[module.where.__module__] for module in modules] == modules
 
 
 @pytest.mark.parametrize("form", ["import helps_us", "from helps_us import WORD", "import deeper"])
