@@ -6,11 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from tiny import init
 
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
-from oarjax.models.weights import init_params
 from oarjax.types import Params
 
 VOCAB = 31
@@ -37,5 +37,5 @@ MODEL = QwenConfig(
 
 @functools.cache
 def delta_policy(dtype: str = "float32") -> tuple[Policy, Params]:
-    params = jax.jit(lambda key: init_params(MODEL, key, dtype=jnp.dtype(dtype)))(jax.random.key(0))
+    params = init(MODEL, jax.random.key(0), dtype=jnp.dtype(dtype))
     return make_policy(MODEL, remat="none", compute_dtype=jnp.dtype(dtype)), params

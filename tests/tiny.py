@@ -49,9 +49,13 @@ def model() -> QwenConfig:
     )
 
 
+init = jax.jit(init_params, static_argnums=0, static_argnames="dtype")
+"""Weights of any policy by one program, where ``init_params`` by itself compiles one for every operation."""
+
+
 @functools.cache
 def _drawn_params() -> Params:
-    return jax.device_get(jax.jit(lambda key: init_params(model(), key, dtype=jnp.float32))(jax.random.key(3)))
+    return jax.device_get(init(model(), jax.random.key(3)))
 
 
 def params(dtype=jnp.float32) -> Params:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from eight_devices import on_eight_devices
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tiny import init
 
 from oarjax.kernels import decode_cache
 from oarjax.kernels.attention import segment_mixer
@@ -131,7 +132,7 @@ def test_a_sampler_with_the_kernel_draws_the_same(slots, int8):
     Where the two differ in a last bit, one of int8's numbers may round to its neighbour: in few rows.
     """
     model, mesh = QwenConfig.from_hf(FIELDS), one_device("data", "tensor")
-    params = jax.jit(lambda key: init_params(model, key, dtype=jnp.float32))(jax.random.key(4))
+    params = init(model, jax.random.key(4))
     how = Decoding(max_new=150, temperature=1.0, top_k=0, top_p=1.0, stop_ids=(3,), pad_id=0)
     draw = np.random.default_rng(0)
     valid = np.arange(9)[None] >= draw.integers(0, 8, (3, 1))

@@ -218,16 +218,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oarjax.rollout.logps import token_logps
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.weights import init_params, logical_axes
+from oarjax.models.weights import logical_axes
 from oarjax.credit.oar.oar_g import gradient_importance, row_keys
 from oarjax.credit.probe import outcome_probe
 from oarjax.models.policy import positions_of
 from oarjax.models.sharding import RULES, param_specs
 from oarjax.types import AnswerSpan
 from test_splash import FIELDS, largest_error
+from tiny import init
 
 model = QwenConfig.from_hf(FIELDS)
-params = jax.jit(lambda key: init_params(model, key, dtype=jnp.float32))(jax.random.key(0))
+params = init(model, jax.random.key(0))
 rows, prompt, made = 3, 6, 10  # rows that no mesh divides
 tokens = jax.random.randint(jax.random.key(1), (rows, prompt + made), 0, 24)
 valid = jnp.arange(prompt + made) >= jnp.array([0, 2, 5])[:, None]

@@ -40,17 +40,17 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.weights import init_params
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import sample
 from oarjax.types import PromptBatch
+from tiny import init
 
 fields = dict(model_type="qwen2", vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
     num_attention_heads=8, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
     tie_word_embeddings=False, initializer_range=0.06)
 model = QwenConfig.from_hf(fields)
 mesh = Mesh(np.array(jax.devices()).reshape(1, 1, 4), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
-params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
+params = init(model, jax.random.key(0))
 
 def place(path, x):
     names = [str(getattr(key, "key", key)) for key in path]

@@ -11,6 +11,7 @@ import pytest
 from delta_policy import MODEL, VOCAB, delta_policy
 from eight_devices import on_eight_devices
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tiny import init
 
 from oarjax.kernels.decode_cache import Window
 from oarjax.models import delta_kernel
@@ -164,7 +165,7 @@ def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
 
 def test_unrolled_blocks_give_the_same_states(tiny):
     model = replace(MODEL, num_hidden_layers=7)  # two blocks and a delta net
-    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(5))
+    params = init(model, jax.random.key(5))
 
     def hidden(unroll):
         policy = make_policy(model, remat="none", unroll=unroll)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import init
 
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import Experts, QwenConfig, UnsupportedModel
-from oarjax.models.weights import init_params
 from oarjax.rollout.check_policy import check_policy
 
 KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
@@ -109,7 +109,7 @@ def test_bfloat16_is_near_float32(data):
 @pytest.fixture(scope="module")
 def tiny():
     """2 prompts of 5 (one left-padded by 2), 3 completions of 4 each, and the teacher-forced hidden states."""
-    params = jax.jit(lambda key: init_params(TINY, key, dtype=jnp.float32))(jax.random.key(0))
+    params = init(TINY, jax.random.key(0))
     policy = make_policy(TINY, remat="none")
     prompt = jax.random.randint(jax.random.key(1), (2, 5), 0, 31, jnp.int32)
     prompt_valid = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)

@@ -73,7 +73,7 @@ def nearest(x):
 )
 def test_recorded_log_probs_are_those_of_a_forward_that_rounds(model, x64):
     """Token by token over a plain cache whose keys and values, no states, are rounded in place; also in segments."""
-    params = jax.jit(lambda key: init_params(model, key, dtype=jnp.float64))(jax.random.key(3))
+    params = tiny.init(model, jax.random.key(3), dtype=jnp.float64)
     prompts, how = tiny.prompts(3), Decoding(10, 1.0, 0, 1.0, (tiny.STOP, 5), tiny.PAD)
     policy, plain = (make_policy(model, compute_dtype=jnp.float64, int8=int8) for int8 in (True, False))
     options = {"segment": 3, "cache_bucket": 4, "slots": 4, "fewest": 1}
