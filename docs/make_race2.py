@@ -83,12 +83,17 @@ iterations.
 """
 
 
-REST = """### What was left, on the demo
+REST = """### What was left
 
-OAR-P, OAR-L and OAR-P's hard gate on batch 32x1, and 128 rollouts an iteration as prompts and as groups; batch 32x1 is
-the race's own. Then the baseline by problem, where 192 problems come ten times each.
+On the demo OAR-P, OAR-L and OAR-P's hard gate on batch 32x1, and 128 rollouts an iteration as prompts and as groups;
+batch 32x1 is the race's own. Then the baseline by problem, where 192 problems come ten times each. Last, forks copy
+with 24 letters of filler per choice.
 """
-REST_OF = {"race2_demo_rest": "demo, the rest", "race2_demo_problem": "demo, 192 problems"}
+REST_OF = {
+    "race2_demo_rest": "demo, the rest",
+    "race2_demo_problem": "demo, 192 problems",
+    "race2_forks_24": "forks, copy, 24 letters",
+}
 
 
 def main() -> None:
