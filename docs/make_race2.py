@@ -348,7 +348,7 @@ def areas_table(records: list[dict[str, Any]]) -> str:
         areas[arm, record["value"]].append(record["measures"]["area"])
         seconds[arm].append(record["seconds"])
     rates = sorted({rate for _, rate in areas})
-    rows = [["arm", *(f"{rate:g}" for rate in rates), "best by now", "seconds of a run, median"]]
+    rows = [["arm", *(f"{rate:g}" for rate in rates), "best", "seconds of a run, median"]]
     for arm in seconds:
         cells = [areas.get((arm, rate), []) for rate in rates]
         shown = [f"{100 * np.mean(cell):.1f}%{error_of(cell)} ({len(cell)})" if cell else "" for cell in cells]

@@ -154,6 +154,11 @@ def test_names_of_other_trainers_lead_to_fields_that_exist():
         for name in re.findall(r"\b[a-z]\w*(?:\.[a-z]\w*)+|^(?:run_dir|iterations)\b", text)
     ]
     assert len(named) > 60
+    table = (ROOT / "docs" / "coming_from_tunix.md").read_text(encoding="utf-8").split("## Rewards")[0]
+    renamed = re.findall(r"^\|[^|]*\| (`\w+`(?:, `\w+`)*): .*`(?:\w+\.)?\w+`", table, flags=re.MULTILINE)
+    told = [name for names in renamed for name in re.findall(r"\w+", names)]
+    assert len(told) > 20
+    assert [name for name in told if name not in NAMES and not exists(name)] == []
     assert [name for name in named if not exists(name)] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import reduce
@@ -103,7 +104,7 @@ def run(
     Raises:
         UntrustedCode: the run names code that is not known to be the user's own, and ``trust_code`` was not given.
     """
-    console = Console(stderr=True, quiet=True) if as_json else make_console()
+    console = make_console(sys.stderr if as_json else None)
     origin = find_target(target)
     benchmarks = [own_problems(origin, target)] if data is None else read_names(data)
     benchmarks = [as_run_asks(origin, benchmark, prompt) for benchmark in benchmarks]

@@ -35,7 +35,7 @@ Metrics = Mapping[str, SupportsFloat]
 RESERVED = ("iteration", "time")
 
 
-def make_console(stream: io.TextIOWrapper | None = None, *, markup: bool = False) -> Console:
+def make_console(stream: Any = None, *, markup: bool = False) -> Console:
     """Return a console, by default on standard output, that survives unencodable text and a closed terminal or pipe.
 
     Characters that the stream cannot encode are printed as escapes. Without ``markup``, "[bold]" in a name is text.
@@ -73,7 +73,7 @@ def _without_secrets(printed: Any) -> Any:
 
 def print_error(error: BaseException) -> int:
     """Print an error for the user on standard error, any other with its traceback; return the exit code."""
-    console = make_console(cast(io.TextIOWrapper, sys.stderr))
+    console = make_console(sys.stderr)
     if isinstance(error, UserError):
         console.print(Text("error: ", style="bold red").append(Text(str(error), style="default")), soft_wrap=True)
         return error.exit_code

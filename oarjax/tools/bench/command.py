@@ -13,9 +13,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -121,7 +120,7 @@ def run(
     if against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError('--against torch: torch is not installed; pip install "oarjax[parity]"')
     choose_platform("auto")
-    console = make_console(cast(TextIOWrapper, sys.stderr) if as_json else None, markup=True)
+    console = make_console(sys.stderr if as_json else None, markup=True)
     if growth:
         grown = machine(None) | {"repeats": repeats}
         with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as compiled:  # each program, for memory and for time

@@ -42,7 +42,7 @@ def run(
 ) -> None:
     cfg = load_config(config, overrides)
     if cfg.rollout.environment is not None and rollouts is None and not gradients:
-        console = Console(stderr=True, quiet=True) if as_json else make_console()
+        console = make_console(sys.stderr if as_json else None)
         check_policy(cfg.policy.path)
         check_answers(cfg.credit.answer)
         with _user_prints(as_json):
@@ -56,7 +56,7 @@ def run(
             console.print(f"written to {folder}", markup=False)
         return
     saved = None if rollouts is None else read_rollouts(rollouts, form)
-    console = Console(stderr=True, quiet=True) if as_json else make_console()
+    console = make_console(sys.stderr if as_json else None)
     with _user_prints(as_json):
         result = measure_credit(cfg, console, saved, gradients=gradients)
     if as_json:

@@ -25,12 +25,12 @@ WORD = (
 
 
 BEFORE = (
-    "Commit fe2bcd7 to today, both by assumed shares of the peaks and nothing overlapped, as they were planned then. "
-    "Shares of HBM's rate are of the bytes that sampling must read, and of all that scores and update move. Some of "
-    "the difference is counting: then a token read a full cache, a mixture's chip every expert, and slices that are "
-    "read ahead counted whole. The last two columns are by the compiler's cycles, of which the tables below take the "
-    "larger time, counted alike on both sides: that commit's programs were compiled anew for some of the configs "
-    "(`python docs/make_before.py`)."
+    "Commit fe2bcd7 to the programs of the commits above, both by assumed shares of the peaks and nothing overlapped, "
+    "as they were planned then. Shares of HBM's rate are of the bytes that sampling must read, and of all that scores "
+    "and update move. Some of the difference is counting: then a token read a full cache, a mixture's chip every "
+    "expert, and slices that are read ahead counted whole. The last two columns are by the compiler's cycles, of which "
+    "the tables below take the larger time, counted alike on both sides: that commit's programs were compiled anew for "
+    "some of the configs (`python docs/make_before.py`)."
 )
 """What a table beside an earlier version's plans compares."""
 
@@ -256,9 +256,13 @@ def describe_expected(step: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 
 def commits_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate the commit whose programs each phase of a config is of."""
+    said = (
+        "A phase is of the programs of the commit named; when this page was written, a run had the same, by their text"
+    )
+    if any(phase.get("changed") for plan in plans for phase in plan["phases"]):
+        said += ", but for those marked *changed*: the code that they come from has been written anew since"
     lines = [
-        "A phase is of the programs of the commit named. A run of today has the same, by their text, but for those "
-        "marked *changed*: the code that they come from has been written anew since.",
+        f"{said}.",
         "",
         "| config | phases and commits |",
         "|---|---|",

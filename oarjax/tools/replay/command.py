@@ -44,7 +44,7 @@ SHOWN = 20
 
 def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> None:
     """Replay a file and show where the first value that is not finite appears."""
-    console, folder = Console(quiet=True) if as_json else make_console(), file.absolute().parent.parent
+    console, folder = make_console(sys.stderr if as_json else None), file.absolute().parent.parent
     refuse_special(file.parent, *(folder / name for name in ("checkpoints", "policy", "start")))
     header, evidence = read_bad_batch(file)
     run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
