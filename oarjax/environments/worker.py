@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from oarjax.environments import contract
@@ -59,7 +62,7 @@ def _guarded(operate: Callable[[], tuple[Any, TurnOutcome]]) -> tuple[Any, dict[
     except UserError as error:
         refused = masked(_text_of(error))
     except BaseException as error:  # a user's code: SystemExit and KeyboardInterrupt too
-        failed = f"{type(error).__name__}: {_text_of(error)}"
+        failed = _described(error)
     text = outcome.text if outcome.text is None else masked(outcome.text)
     return instance, {
         "text": text,
@@ -68,6 +71,21 @@ def _guarded(operate: Callable[[], tuple[Any, TurnOutcome]]) -> tuple[Any, dict[
         "failed": failed,
         "refused": refused,
     }
+
+
+def _described(error: BaseException) -> str:
+    """Return the kind, the text, and the last line that ran in the file where the class was called, if not our own."""
+    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _ours(frame)]
+    own = [(code, line) for code, line in lines if code.co_filename == lines[0][0].co_filename]
+    text = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
+    if not own:
+        return text
+    code, line = own[-1]
+    return f"{text} ({Path(code.co_filename).name}, line {line}, in {code.co_name})"
+
+
+def _ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("oarjax.")
 
 
 def _text_of(error: BaseException) -> str:

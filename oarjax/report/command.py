@@ -29,7 +29,9 @@ def run(folder: Path, out: Path | None) -> None:
         StorageError: a file of the run is damaged, or the page cannot be written.
     """
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"report: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
+        raise ConfigError(
+            f"report: {folder} holds no run (no config.yaml), or one that never began; pass the run_dir of oarjax train"
+        )
     refuse_special(folder)
     if out is None and not os.access(folder, os.W_OK):
         raise ConfigError(f"report: {folder} cannot be written to; pass --out FILE to write the page elsewhere")

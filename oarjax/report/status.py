@@ -55,7 +55,9 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     """
     config = folder / "config.yaml"
     if not config.is_file():
-        raise ConfigError(f"status: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
+        raise ConfigError(
+            f"status: {folder} holds no run (no config.yaml), or one that never began; pass the run_dir of oarjax train"
+        )
     refuse_special(folder)
     try:
         cfg: Mapping[str, Any] = read_yaml(config.read_text(encoding="utf-8"))

@@ -183,10 +183,11 @@ def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if not path.is_file():
-        files = sorted(path.parent.glob("*-*.safetensors")) if path.parent.is_dir() else []
+        kept = next((p for p in (path / FOLDER, path) if p.is_dir()), path.parent)  # of a run, or that folder itself
+        files = sorted(kept.glob("*-*.safetensors")) if kept.is_dir() else []
         names = [p.name for p in files if _place(p)]
-        hint = f"; there are {', '.join(names)}" if names else f"; runs keep them in RUN_FOLDER/{FOLDER}"
-        raise BadBatchError(f"{path}: no such file{hint}")
+        hint = f"{kept} has {', '.join(names)}" if names else f"a run keeps its bad batches in RUN_FOLDER/{FOLDER}"
+        raise BadBatchError(f"{path}: {'a folder, not a bad batch' if path.is_dir() else 'no such file'}; {hint}")
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -139,7 +139,7 @@ def test_a_replay_that_goes_another_way_is_noticed():
 
 FAILING = {
     "quit": "crash: SystemExit: 3",
-    "interrupt": "crash: KeyboardInterrupt: ",
+    "interrupt": "crash: KeyboardInterrupt (classes.py, line ",
     "raise": f"crash: RuntimeError: {'x' * 500}",
     "recurse": "crash: RecursionError: ",
     "bytes": "crash: TypeError: step returned b'bytes' of type bytes, expected a text or None",

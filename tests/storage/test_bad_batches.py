@@ -124,11 +124,15 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_files_that_cannot_be_replayed_say_why(tmp_path):
-    with pytest.raises(BadBatchError, match=r"nothing.safetensors: no such file; runs keep them in RUN_FOLDER/bad_b"):
+    with pytest.raises(
+        BadBatchError, match=r"nothing.safetensors: no such file; a run keeps its bad batches in RUN_FOLDER/bad_b"
+    ):
         read_bad_batch(tmp_path / "nothing.safetensors")
     path = write_bad_batch(tmp_path, header(), unsound.evidence(), keep=3)
-    with pytest.raises(BadBatchError, match=r"no such file; there are iteration-000012.safetensors"):
+    with pytest.raises(BadBatchError, match=r"no such file; .* has iteration-000012.safetensors"):
         read_bad_batch(tmp_path / "iteration-000013.safetensors")
+    with pytest.raises(BadBatchError, match=r"a folder, not a bad batch; .* has iteration-000012.safetensors"):
+        read_bad_batch(tmp_path)
     other = tmp_path / "model.safetensors"
     save_file({"w": np.ones(2)}, other)
     with pytest.raises(BadBatchError, match=r"is a safetensors file, but not a batch .*; pass RUN_FOLDER/bad"):

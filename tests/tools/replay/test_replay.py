@@ -311,7 +311,7 @@ def test_a_gradient_is_followed_backwards():
 def test_what_cannot_be_replayed(oarjax, tmp_path):
     code, _, err = oarjax("replay", tmp_path / "iteration-000001.safetensors")
     assert code == 2
-    assert "no such file; runs keep them in RUN_FOLDER/bad_batches" in err
+    assert "no such file; a run keeps its bad batches in RUN_FOLDER/bad_batches" in err
     code, out, _ = oarjax("replay", "--help")
     assert code == 0
     for words in ("BATCH.safetensors", "--device", "--json", "bad_batches/iteration-000012.safetensors"):
