@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -138,6 +139,7 @@ def run(
         peak = peak._replace(torch=product_flops(threads=threads(), device=torch_device(jax.devices()[0].platform)))
     document = machine(against) | {"repeats": repeats, "peak": peak._asdict()}
     document |= {part: [] for part in ("models", "credit", "ragged")}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `timeout` sends it: the same as Ctrl-C
     try:
         bench_workloads(
             document, names, workloads, repeats=repeats, peak=peak, against=against, console=console, show=not as_json
@@ -145,6 +147,8 @@ def run(
     except KeyboardInterrupt:
         print_document(document | {"stopped": True}, as_json=as_json, console=console)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print_document(document, as_json=as_json, console=console)
 
 

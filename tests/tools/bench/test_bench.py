@@ -4,6 +4,7 @@ Nothing here looks at how long anything took.
 """
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -167,10 +168,11 @@ def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     assert "GFLOP/s of float32 matrix products" in " ".join(out.split())
 
 
-def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_before_a_signal_is_printed(monkeypatch, capsys, number):
     def interrupted(*_, **__):
         yield {"workload": "W8"}
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(bench, "bench_of_ragged", interrupted)
     monkeypatch.setattr(bench.jax.config, "update", lambda *_: None)
@@ -179,6 +181,7 @@ def test_what_was_measured_before_an_interrupt_is_printed(monkeypatch, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["ragged"] == [{"workload": "W8"}]
     assert document["stopped"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.fixture
