@@ -163,7 +163,9 @@ def _csv_rows(path: Path, setting: str) -> Iterator[Row]:
                     )
                 yield location, row
         except csv.Error as error:
-            raise DataError(f"{path} line {lines.line_num + 1}: not CSV ({error})") from None
+            raise DataError(
+                f"{path} line {lines.line_num + 1}: not CSV ({error}); close every quote, and double one within a value"
+            ) from None
         except UnicodeDecodeError as error:  # the text is decoded in blocks, ahead of its lines
             raise DataError(f"{path}: not CSV in UTF-8 ({error.reason}); save it as CSV in UTF-8") from None
 

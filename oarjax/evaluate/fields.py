@@ -17,7 +17,7 @@ from oarjax.config.section import flatten
 from oarjax.data.hf import read_config
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.errors import ConfigError
-from oarjax.evaluate.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields
+from oarjax.evaluate.benchmarks import FIRST_ANSWER, PROMPTS, Asked, Benchmark, family_prompt, find_fields
 from oarjax.evaluate.early import ACCEPTED, check_accepted
 from oarjax.evaluate.target import Target
 from oarjax.system.devices import choose_platform
@@ -90,6 +90,9 @@ def config_tree(
     for override in overrides:
         check_accepted(override)
         apply_override(tree, override)
+    answer = tree["credit"].get("answer")
+    if isinstance(answer, dict) and answer.get("style") != "regex" and answer.get("pattern") == FIRST_ANSWER:
+        del answer["pattern"]  # the prompt's, for the style that was replaced
     if k is not None:
         tree["eval"]["samples"] = k
     samples = tree["eval"]["samples"]

@@ -273,6 +273,7 @@ class EngineSource:
     ) -> T:
         """Post JSON and return what ``read`` finds in the reply, retrying until ``over`` is set."""
         address, content = urlsplit(self._engine.url.rstrip("/") + target), json.dumps(body).encode()
+        named = f"the engine at {self._engine.url}"
         failure: Exception = Faulty("it was not asked")
         for attempt in range(self._engine.retries + 1):
             pause = PAUSE * 2**attempt
@@ -287,14 +288,14 @@ class EngineSource:
                 )
                 if reply.status == 200:
                     return read(reply.body)
-                failure = Faulty(f"the engine answered with status {reply.status}: {_shown(reply)}")
+                failure = Faulty(f"{named} answered with status {reply.status}: {_shown(reply)}")
                 pause = max(pause, min(reply.retry_after or 0.0, self._engine.deadline))
                 if reply.status not in (408, 425, 429) and reply.status < 500:
                     break
             except TimeoutError:
-                failure = TimeoutError(f"the engine did not answer within {self._engine.deadline:g} s")
+                failure = TimeoutError(f"{named} did not answer within {self._engine.deadline:g} s")
             except (OSError, http.client.HTTPException) as error:
-                failure = OSError(f"the engine cannot be reached: {type(error).__name__}: {error}")
+                failure = OSError(f"{named} cannot be reached: {type(error).__name__}: {error}")
             except Faulty as error:
                 failure = error
             if attempt == self._engine.retries or (over is not None and over.is_set()):

@@ -425,6 +425,12 @@ def test_a_run_of_episodes_is_asked_in_its_environment(policy, tmp_path):
     assert settings["rollout.environment"]["settings"] == {"budget": 3}
 
 
+def test_another_style_of_answers_needs_no_pattern(policy, tmp_path):
+    """The worked problems' own pattern is for the style that comes with it."""
+    asked = (read_names("gsm8k")[0].benchmark, "few-shot", None, None, {}, ["credit.answer.style=boxed"], tmp_path)
+    assert config_tree(Target(str(policy)), *asked)[1]["credit"]["answer"] == {"style": "boxed"}
+
+
 def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):
     """Its fields are found by their names, a local copy of a benchmark is asked like the benchmark."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": 3}\n{"problem": "2+2=", "answer": "4"}\n')

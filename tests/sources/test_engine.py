@@ -207,7 +207,9 @@ def test_tokens_after_a_stop_id_are_refused(engine):
 
 def test_a_refused_request_is_not_repeated(engine):
     server, source = engine
-    with pytest.raises(EngineError, match="0 of 4 rows were drawn, then the engine answered with status 404"):
+    with pytest.raises(
+        EngineError, match=r"0 of 4 rows were drawn, then the engine at http://\S+ answered with status 404"
+    ):
         source(lambda *_: 404, concurrency=1).draw(BATCH)
     assert len(server.asked) == 1
 
