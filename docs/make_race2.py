@@ -136,7 +136,9 @@ def tables(told: dict[str, Told]) -> str:
     parts += [CRITERIA, *judged(axes, splits), ENDS, ends_table(confirmed, splits)]
     parts += [VALUED, valued(), GAPS, gaps_table(), REST]
     for file, task in REST_OF.items():
-        parts += told_of(file, task, f"study_{file}", None, None).parts
+        found = told_of(file, task, f"study_{file}", None, None)
+        parts += found.parts
+    parts += ["Mean pass@1 there, by iteration:\n", curves_table(found.measured)]
     return "\n".join(parts)
 
 
@@ -289,6 +291,14 @@ def ends_table(confirmed: dict[str, Measured], splits: dict[str, str]) -> str:
         alone = axes_of(two)
         cells += [text_of(gaps_of(alone[name], SIGNED, splits[task])) for name in [*alone][1:]]
         rows.append(cells)
+    return table(rows)
+
+
+def curves_table(measured: Measured) -> str:
+    """Return the mean over seeds of every arm's pass@1 at each evaluation."""
+    curves = {arm: np.array([run.curve for run in runs.values()]) for arm, runs in measured.items()}
+    rows = [["arm", *(f"{iteration:g}" for iteration in next(iter(curves.values()))[0, :, 0])]]
+    rows += [[arm, *(f"{100 * share:.1f}%" for share in curve[:, :, 1].mean(axis=0))] for arm, curve in curves.items()]
     return table(rows)
 
 
