@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from oarjax.environments import contract
 from oarjax.environments.contract import TurnOutcome
 from oarjax.errors import UserError
-from oarjax.grading.serving import Answer, Reply, serve
+from oarjax.grading.serving import Answer, Reply, last_line, serve
 from oarjax.system.secrets import masked
 
 MAX_NOTE = 500
@@ -74,18 +72,12 @@ def _guarded(operate: Callable[[], tuple[Any, TurnOutcome]]) -> tuple[Any, dict[
 
 
 def _described(error: BaseException) -> str:
-    """Return the kind, the text, and the last line that ran in the file where the class was called, if not our own."""
-    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _ours(frame)]
-    own = [(code, line) for code, line in lines if code.co_filename == lines[0][0].co_filename]
+    """Return the kind, the text, and the last line that ran in the class's file."""
     text = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
-    if not own:
+    if (last := last_line(error)) is None:
         return text
-    code, line = own[-1]
+    code, line = last
     return f"{text} ({Path(code.co_filename).name}, line {line}, in {code.co_name})"
-
-
-def _ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("oarjax.")
 
 
 def _text_of(error: BaseException) -> str:

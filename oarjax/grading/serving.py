@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 from oarjax.grading.process_tree import bind
@@ -85,6 +86,18 @@ def _limit_memory(address_mb: int, memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     except (ValueError, OSError) as error:  # macOS accepts no such limit
         print(f"oarjax: a worker runs without a memory limit: {error}", file=sys.stderr)
+
+
+def last_line(error: BaseException, file: str | None = None) -> tuple[CodeType, int] | None:
+    """Return the last line that ran in a file before an error; by default in the first file that is not the package's.
+
+    None: no frame is of that file.
+    """
+    frames = [
+        (frame.f_globals.get("__name__"), frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    lines = [(code, line) for name, code, line in frames if not str(name).startswith("oarjax.")]
+    return next((found for found in reversed(lines) if found[0].co_filename == (file or lines[0][0].co_filename)), None)
 
 
 def send(link: Connection, message: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from time import monotonic
@@ -27,7 +26,7 @@ from oarjax.grading.rewards import (
     name_of,
     same_value,
 )
-from oarjax.grading.serving import Answer, Reply, serve
+from oarjax.grading.serving import Answer, Reply, last_line, serve
 
 if TYPE_CHECKING:
     from oarjax.types import Verdict  # which imports jax
@@ -224,9 +223,8 @@ def _subject(function: Reward, error: BaseException | None = None, *, named: boo
     name, code = name_of(function), getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
     if code is None or inner.__module__.startswith("oarjax."):
         return f"reward {name!r} " if named else ""
-    frames = traceback.extract_tb(None if error is None else error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    where = f"{code.co_filename}, line {lines[-1] if lines else code.co_firstlineno}"
+    last = None if error is None else last_line(error, code.co_filename)
+    where = f"{code.co_filename}, line {last[1] if last else code.co_firstlineno}"
     return f"reward {name!r} ({where}) " if named else f"{where}, "
 
 

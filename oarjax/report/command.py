@@ -12,9 +12,9 @@ from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_completions, read_metrics
 from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page
-from oarjax.report.status import run_status
+from oarjax.report.status import find_config, run_status
 from oarjax.report.summary import read_summary
-from oarjax.storage.durable import DamagedError, cannot_read, refuse_special, storage_errors, write_durably
+from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.storage.folder import saved_config
 
 FACTS = "facts.json"
@@ -28,11 +28,7 @@ def run(folder: Path, out: Path | None) -> None:
         ConfigError: the folder holds no run, or ``out`` can be no file.
         StorageError: a file of the run is damaged, or the page cannot be written.
     """
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"report: {folder} holds no run (no config.yaml), or one that never began; pass the run_dir of oarjax train"
-        )
-    refuse_special(folder)
+    find_config(folder, command="report")
     if out is None and not os.access(folder, os.W_OK):
         raise ConfigError(f"report: {folder} cannot be written to; pass --out FILE to write the page elsewhere")
     make_console().print(f"report  {write_report(folder, out)}", markup=False)

@@ -46,6 +46,22 @@ class Status:
     skipped_in_a_row: int
 
 
+def find_config(folder: Path, *, command: str) -> Path:
+    """Return the config of a run, from its folder.
+
+    Raises:
+        ConfigError: the folder holds no run, or something that is neither file nor folder.
+    """
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(
+            f"{command}: {folder} holds no run (no config.yaml), or one that never began; "
+            "pass the run_dir of oarjax train"
+        )
+    refuse_special(folder)
+    return config
+
+
 def run_status(folder: Path, *, now: float | None = None) -> Status:
     """Read a run's progress from its folder.
 
@@ -53,12 +69,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
         ConfigError: the folder holds no run.
         StorageError: metrics.jsonl is damaged.
     """
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise ConfigError(
-            f"status: {folder} holds no run (no config.yaml), or one that never began; pass the run_dir of oarjax train"
-        )
-    refuse_special(folder)
+    config = find_config(folder, command="status")
     try:
         cfg: Mapping[str, Any] = read_yaml(config.read_text(encoding="utf-8"))
         iterations, steps = int(cfg["iterations"]), (cfg.get("sft") or {}).get("steps")

@@ -8,7 +8,15 @@ import unsound
 from safetensors.numpy import save_file
 
 from oarjax.storage import bad_batches
-from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params, write_bad_batch, write_params
+from oarjax.storage.bad_batches import (
+    FOLDER,
+    BadBatchError,
+    Header,
+    read_bad_batch,
+    read_params,
+    write_bad_batch,
+    write_params,
+)
 from oarjax.types import Hints, Privileged
 
 
@@ -133,6 +141,9 @@ def test_files_that_cannot_be_replayed_say_why(tmp_path):
         read_bad_batch(tmp_path / "iteration-000013.safetensors")
     with pytest.raises(BadBatchError, match=r"a folder, not a bad batch; .* has iteration-000012.safetensors"):
         read_bad_batch(tmp_path)
+    write_bad_batch(tmp_path / "run" / FOLDER, header(), unsound.evidence(), keep=3)
+    with pytest.raises(BadBatchError, match=r"run: a folder, .*run/bad_batches has iteration-000012.safetensors"):
+        read_bad_batch(tmp_path / "run")
     other = tmp_path / "model.safetensors"
     save_file({"w": np.ones(2)}, other)
     with pytest.raises(BadBatchError, match=r"is a safetensors file, but not a batch .*; pass RUN_FOLDER/bad"):
