@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jax
@@ -32,6 +33,10 @@ def attention_for(kind: Literal["auto"] | AttentionKind, mesh: Mesh) -> Attentio
         return kind
     kinds: dict[str, AttentionKind] = {"tpu": "splash", "cpu": "xla"}
     return kinds.get(mesh.devices.flat[0].platform, "blocked")
+
+
+LEAST_QUERIES, MOST_BLOCKS = 64, 4
+"""Blocks of queries in causal attention: smaller ones cost more than they save, and each adds to a program."""
 
 
 class Segment(NamedTuple):
@@ -70,13 +75,29 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
 
 
 def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
-    """Return a function (stored keys and values, heads first, q, own k, own v) -> attention, causal for the new."""
+    """Return a function (stored keys and values, heads first, q, own k, own v) -> attention, causal for the new.
+
+    Queries are taken in up to MOST_BLOCKS blocks of LEAST_QUERIES and more, each with the new keys up to its own end:
+    what causality hides of a square is then mostly not computed.
+    """
     length = valid.shape[1]
     causal = valid[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
+    count = max(min(length // LEAST_QUERIES, MOST_BLOCKS), 1)
+    bounds = [length * i // count for i in range(count + 1)]
+
+    def part(mask: Bool[Array, "R #GN M"], start: int, stop: int) -> Bool[Array, "R #Gn M"]:
+        rows, queries, slots = mask.shape
+        if queries == 1:
+            return mask
+        return mask.reshape(rows, -1, length, slots)[:, :, start:stop].reshape(rows, -1, slots)
 
     def mix(stored: Sequence[tuple[Array, ...]], q: Array, k: Array, v: Array) -> Array:
-        stored_segments = tuple(Segment(k, v, mask, *steps) for (k, v, *steps), mask in zip(stored, masks))
-        return attend(q.astype(k.dtype), (*stored_segments, Segment.of(k, v, causal)))
+        blocks = []
+        for start, stop in pairwise(bounds):
+            segments = [Segment(k, v, part(mask, start, stop), *steps) for (k, v, *steps), mask in zip(stored, masks)]
+            own = Segment.of(k[:, :stop], v[:, :stop], causal[:, start:stop, :stop])
+            blocks.append(attend(q[:, start:stop].astype(k.dtype), (*segments, own)))
+        return jnp.concatenate(blocks, axis=1)
 
     return mix
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from oarjax.kernels import attention
 from oarjax.kernels.attention import Segment
@@ -53,6 +54,31 @@ def test_segments_equal_one_long_segment_and_a_shared_one_its_copies():
     k, v = (np.concatenate([np.repeat(s, 3, 0), o], 1) for s, o in zip(shared, own))
     mask = np.concatenate([np.broadcast_to(np.repeat(shared_mask, 3, 0), (6, 3, 5)), own_mask], 2)
     np.testing.assert_allclose(got, plain(q, k, v, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+def test_blocks_of_queries_are_all_of_them_at_once(by_query):
+    """Ragged new tokens after a prefix of their own and one that two rows share, masked by row or by query."""
+    length = 2 * attention.LEAST_QUERIES + 3
+    q, k, v = (random(seed, 4, length, heads, 8) for seed, heads in enumerate((4, 2, 2)))
+    valid = jnp.arange(length) >= np.array([0, 5, length - 1, 70])[:, None]
+    masks = [jnp.arange(6) < np.array([6, 4])[:, None, None], jnp.arange(3) < np.array([3, 0, 1, 2])[:, None, None]]
+    if by_query:
+        masks[0] = masks[0] & (np.random.default_rng(9).random((2, 2 * length, 6)) < 0.5)
+    stored = [(random(7, 2, rows, 8, slots), random(8, 2, rows, slots, 8)) for rows, slots in ((2, 6), (4, 3))]
+
+    def whole(stored, q, k, v):
+        causal = valid[:, None] & jnp.tril(jnp.ones((length, length), bool))
+        segments = [Segment(*arrays, mask) for arrays, mask in zip(stored, masks)]
+        return attention.attend(q, (*segments, Segment.of(k, v, causal)))
+
+    def pulled(mix):
+        out, pull = jax.vjp(mix, stored, q, k, v)
+        return out, pull(random(11, *out.shape))
+
+    blocks = attention.segment_mixer(masks, valid)
+    for got, expected in zip(*(jax.tree.leaves(jax.jit(pulled, static_argnums=0)(f)) for f in (blocks, whole))):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_a_query_with_nothing_to_attend_to_gives_zero_and_finite_gradients():
