@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     )
     prompt_bucket: Positive = Field(default=64, description="prompts are padded to a multiple of this many tokens")
     completion_bucket: Positive = Field(
-        default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"
+        default=128, description="microbatches are padded to this times 1 to 8, 10, 12, 14, 16, 20 ... tokens"
     )
     segment: Positive = Field(
         default=128, description="maximum decode steps before waiting rows may take the slots of finished rows"

@@ -22,7 +22,7 @@ from oarjax.rl.advantages import PastRewards
 from oarjax.run.memory import fitting
 from oarjax.run.run import Run
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
-from oarjax.step.minibatches import Bucket, buckets
+from oarjax.step.minibatches import Bucket, completion_buckets
 from oarjax.system.background import Background, awaited
 
 LEARNING = ("zeros", "accumulate", "apply", "score", "credit", "fused_zeros", "fused_add")
@@ -107,7 +107,7 @@ def by_length(shapes: ProgramShapes) -> Iterator[PhaseProgram]:
             continue
         largest: Bucket = program.static["bucket"]
         for probe in [{"probe": mode} for mode in sorted(modes)] if "probe" in program.static else [{}]:
-            for length in buckets(shapes.cfg.rollout.completion_bucket, largest.completion):
+            for length in completion_buckets(shapes.cfg.rollout.completion_bucket, largest.completion):
                 yield program._replace(static=probe | {"bucket": largest._replace(completion=length)})
 
 

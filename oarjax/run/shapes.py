@@ -37,7 +37,7 @@ from oarjax.run.run import Run
 from oarjax.run.teacher import teacher_shapes
 from oarjax.step.fused import FusedSums
 from oarjax.step.gradients import Sums
-from oarjax.step.minibatches import Bucket, buckets, widest_prompt
+from oarjax.step.minibatches import Bucket, completion_buckets, prompt_buckets, widest_prompt
 from oarjax.types import (
     AnswerSpan,
     GradedRows,
@@ -143,8 +143,8 @@ class ProgramShapes:
         widest = self._train_width
         _, prompts, _ = self._sampling_arguments("sample")
         widths = widest // cfg.rollout.prompt_bucket
-        limits = (cfg.rollout.prompt_bucket, widest), (cfg.rollout.completion_bucket, cfg.rollout.max_new)
-        by_length = math.prod(len(buckets(*limit)) for limit in limits)
+        lengths = completion_buckets(cfg.rollout.completion_bucket, cfg.rollout.max_new)
+        by_length = len(prompt_buckets(cfg.rollout.prompt_bucket, widest)) * len(lengths)
         decode = len(sampler.plan(prompts).sizes())
         learning = ("score", "update") if self.steps.fused_add is None else ("fused",)
         return {"prefill": widths, "decode": widths * decode, **dict.fromkeys(learning, by_length), "apply": 1}

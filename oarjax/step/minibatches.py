@@ -37,11 +37,23 @@ def widest_prompt(data: DataConfig, rollout: RolloutConfig) -> int:
     return bucket(data.max_prompt, rollout.prompt_bucket)
 
 
-def buckets(step: int, limit: int) -> list[int]:
+def prompt_buckets(step: int, limit: int) -> list[int]:
     """Return ``step`` times 1, 2, 3, 4, 6, 8, 12, 16, 24 ... below ``limit``, and the limit."""
-    double = [step * 2**i for i in range(limit.bit_length())]
-    sizes = sorted({*double, *(3 * size // 2 for size in double[1:])})
-    return [*(size for size in sizes if size < limit), limit]
+    return _buckets(step, limit, per_doubling=2)
+
+
+def completion_buckets(step: int, limit: int) -> list[int]:
+    """Return ``step`` times 1 to 8, 10, 12, 14, 16, 20 ... below ``limit``, and the limit: most positions are there."""
+    return _buckets(step, limit, per_doubling=4)
+
+
+def _buckets(step: int, limit: int, *, per_doubling: int) -> list[int]:
+    """Return multiples of ``step`` below ``limit``, so many between a size and its double, and the limit."""
+    sizes, multiple = [], 1
+    while multiple * step < limit:
+        sizes.append(multiple * step)
+        multiple += max(2 ** (multiple.bit_length() - 1) // per_doubling, 1)
+    return [*sizes, limit]
 
 
 class Bucket(NamedTuple):
@@ -94,7 +106,7 @@ def row_sizes(
     """Return every row's bucket, from its real tokens; completions have the last ``length`` of N positions."""
     width = valid.shape[1] - length
     tokens = np.stack([valid[:, :width].sum(1), valid[:, width:].sum(1)], 1)
-    limits = [buckets(prompt_bucket, width), buckets(completion_bucket, length)]
+    limits = [prompt_buckets(prompt_bucket, width), completion_buckets(completion_bucket, length)]
     return np.stack([np.asarray(b)[np.searchsorted(b, n)] for b, n in zip(limits, tokens.T)], 1)
 
 

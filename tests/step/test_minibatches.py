@@ -10,12 +10,13 @@ from oarjax.step.minibatches import (
     MinibatchPlan,
     Piece,
     bucket,
-    buckets,
+    completion_buckets,
     cut,
     informative_first,
     join,
     join_grades,
     padding_share,
+    prompt_buckets,
     sizes_of,
     take,
     trim,
@@ -50,11 +51,13 @@ def test_bucket_rounds_up_to_the_step_and_stops_at_the_limit():
 
 
 def test_buckets_are_few_and_end_with_the_limit():
-    assert buckets(64, 512) == [64, 128, 192, 256, 384, 512]
-    assert buckets(256, 8192) == [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
-    assert buckets(48, 48) == [48]
-    assert buckets(64, 10) == [10]
-    assert buckets(16, 40) == [16, 32, 40]
+    assert prompt_buckets(64, 512) == [64, 128, 192, 256, 384, 512]
+    assert prompt_buckets(256, 8192) == [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert completion_buckets(8, 180) == [8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 180]
+    for sizes in (prompt_buckets, completion_buckets):
+        assert sizes(48, 48) == [48]
+        assert sizes(64, 10) == [10]
+        assert sizes(16, 40) == [16, 32, 40]
 
 
 def test_a_row_reaches_as_far_as_its_ids_not_as_its_trained_tokens():

@@ -9,7 +9,7 @@ from typing import Any
 from oarjax.config.learning import RolloutConfig
 from oarjax.rollout.row_schedule import DecodePlan
 from oarjax.run.compile_ahead import MOST_THREADS, compiled_at_once
-from oarjax.step.minibatches import buckets
+from oarjax.step.minibatches import completion_buckets
 from oarjax.tools.plan.topology import Slice
 
 CORES = {"v4": 240, "v5e": 112, "v5p": 208, "v6e": 180, "v7x": 224}
@@ -46,7 +46,7 @@ def starting_of(
     if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode:
         return None
     decode_mean, other_seconds = sum(decode) / len(decode), sum(seconds for _, seconds in costs) - sum(decode)
-    lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
+    lengths = len(completion_buckets(rollout.completion_bucket, rollout.max_new))
     learning = {
         name: step_phases[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in step_phases
     }

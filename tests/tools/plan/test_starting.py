@@ -27,7 +27,7 @@ def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     evaluated = evaluation_plan(shapes_of(cfg), cfg.rollout, cfg.eval, blocks=4)
     found = starting_of(cfg.rollout, rows, where, PHASES, evaluated=evaluated)
     assert found is not None
-    buckets, windows, lengths = 8, 4, 4  # rows 256, 128 .. 2 of a block; 128, 256, 512, 1023 slots; 256 .. 1024
+    buckets, windows, lengths = 8, 4, 8  # rows 256, 128 .. 2 of a block; 128, 256, 512, 1023 slots; 128 .. 1024
     quarter = 3  # rows 128, 64, 32 in all
     assert found["first_cpu_seconds"] == 2 + 2 * (3 * 3 + windows * 3) + 400 + 8
     assert found["cpu_seconds"] == 2 + 8 + 2 * 3 * 3 + (buckets + quarter) * windows * 3 + lengths * 400
