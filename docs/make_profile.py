@@ -32,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 PAGE, DATA = HERE / "speed.md", HERE / "data" / "bench_profile.json"
 MARKS = ("<!-- profile of W9 -->", "<!-- end of profile of W9 -->")
 DRAWS = 8
-PRODUCT, SUM = "ynn_fusion, product", "ynn_fusion, sum"
+LIBRARY = "ynn_fusion"
+PRODUCT, SUM = f"{LIBRARY}, product", f"{LIBRARY}, sum"
 OTHER = "other arithmetic of elements"
 KINDS = {  # by the first pattern that an operation's name has
     "attention in one operator": r"scaled_dot_product",
@@ -109,22 +110,35 @@ def of_jax(folder: Path, programs: Path, work: Callable[[], Any]) -> dict[str, f
     (file,) = folder.rglob("*.trace.json.gz")
     with gzip.open(file, "rt") as text:
         events = json.load(text)["traceEvents"]
-    found = (e for e in events if e.get("ph") == "X" and "hlo_op" in e.get("args", {}))
-    library = library_calls(programs)
-    stem = re.compile(r"[.\d]+$")
-    return own_seconds((e["tid"], e["ts"], e["dur"], library.get(e["name"]) or stem.sub("", e["name"])) for e in found)
+    runs = defaultdict[str, list[dict[str, Any]]](list)  # one execution of a program each
+    for event in events:
+        if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
+            runs[event["args"]["run_id"]].append(event)
+    stem, library, own = re.compile(r"[.\d]+$"), library_calls(programs), defaultdict[str, float](float)
+    for run in runs.values():
+        calls = program_of({e["name"] for e in run if e["name"].startswith(LIBRARY)}, library)
+        named = ((e["tid"], e["ts"], e["dur"], calls.get(e["name"]) or stem.sub("", e["name"])) for e in run)
+        for name, seconds in own_seconds(named).items():
+            own[name] += seconds
+    return own
 
 
-def library_calls(programs: Path) -> dict[str, str]:
-    """Return what the fusions that XLA hands to its library compute, by name; programs of all buckets agree on it."""
-    found: dict[str, str] = {}
-    for file in programs.glob("*jit_accumulate*after_optimizations.txt"):
+def program_of(calls: set[str], library: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the calls of the program, of every bucket's, that has these and as few others as any."""
+    fits = sorted((of for of in library if calls <= of.keys()), key=len)
+    if not fits or any(of != fits[0] for of in fits if len(of) == len(fits[0])):
+        raise ValueError(f"{len(fits)} programs have these calls of the library, and they differ: {sorted(calls)}")
+    return fits[0]
+
+
+def library_calls(programs: Path) -> list[dict[str, str]]:
+    """Return what the fusions that XLA hands to its library compute, by name, for every program of the folder."""
+    found: list[dict[str, str]] = [{}]
+    for file in programs.glob("*after_optimizations.txt"):
         text = file.read_text(encoding="utf-8")
         bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-        for name, called in re.findall(r"%?(ynn_fusion[\w.]*) = [^\n]*calls=%?([\w.-]+)", text):
-            does = PRODUCT if " dot(" in bodies[called] else SUM
-            if found.setdefault(name, does) != does:
-                raise ValueError(f"{file.name}: {name} is {does}, and {found[name]} in another bucket")
+        calls = re.findall(rf"%?({LIBRARY}[\w.]*) = [^\n]*calls=%?([\w.-]+)", text)
+        found.append({name: PRODUCT if " dot(" in bodies[called] else SUM for name, called in calls})
     return found
 
 
