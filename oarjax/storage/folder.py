@@ -55,7 +55,9 @@ ROUNDING = (
     "policy.unroll",
     "policy.head_chunk",
     "update.microbatch",
+    "rollout.completion_bucket",
     "sft.microbatch",
+    "sft.completion_bucket",
     "credit.masking.chunk",
     "credit.masking.buckets",
     "grading.deadline",
@@ -69,8 +71,7 @@ PROGRESS = ("start", "sft.json", "checkpoints.json", "checkpoints/*", "*/checkpo
 UNSEALED = ("start.json", "metrics.jsonl", "completions.jsonl", "samples/*.json", "rollouts/*.jsonl")
 """Files that a run without progress may have left; another config removes them."""
 
-SHOWN = 5
-"""Differences that are listed in full."""
+SHOWN = 5  # differences that are listed in full
 
 
 def start_folder(run: Path, name: str) -> Path | None:

@@ -203,9 +203,12 @@ def test_what_may_differ_and_what_may_not():
         "checkpoint.keep was 2, is 9",
         "report.html was true, is false",
     ]
-    assert differ("mesh.data=1", "update.microbatch=64", "rollout.tensor=1").rounding == [
+    padded = ("rollout.completion_bucket=16", "sft.completion_bucket=16")
+    assert differ("mesh.data=1", "update.microbatch=64", "rollout.tensor=1", *padded).rounding == [
         "mesh.data was -1, is 1",
+        "rollout.completion_bucket was 32, is 16",
         "rollout.tensor was null, is 1",
+        "sft.completion_bucket was 8, is 16",
         "update.microbatch was 32, is 64",
     ]
     assert differ("plan.topology=v5e-8", "lab.problems=7").harmless == [
