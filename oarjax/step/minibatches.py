@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
+from numpy.typing import ArrayLike
 
 from oarjax.config.inputs import DataConfig
 from oarjax.config.learning import RolloutConfig
@@ -107,7 +108,12 @@ def row_sizes(
     width = valid.shape[1] - length
     tokens = np.stack([valid[:, :width].sum(1), valid[:, width:].sum(1)], 1)
     limits = [prompt_buckets(prompt_bucket, width), completion_buckets(completion_bucket, length)]
-    return np.stack([np.asarray(b)[np.searchsorted(b, n)] for b, n in zip(limits, tokens.T)], 1)
+    return np.stack([padded(n, sizes) for n, sizes in zip(tokens.T, limits)], 1)
+
+
+def padded(lengths: ArrayLike, sizes: Sequence[int]) -> Int[np.ndarray, "R"]:
+    """Return for every length the smallest of rising ``sizes`` that holds it; none may exceed the last."""
+    return np.asarray(sizes)[np.searchsorted(sizes, lengths)]
 
 
 def widen(rollout: Rollout, width: int) -> Rollout:

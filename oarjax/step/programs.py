@@ -50,7 +50,7 @@ from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, imitation, loss_head, policy_gradient, token_loss
 from oarjax.step.metrics import negative_rows, nonfinite_rows
-from oarjax.step.minibatches import Bucket, bucket, cut
+from oarjax.step.minibatches import Bucket, bucket, completion_buckets, cut, padded
 from oarjax.step.sampling import evaluation_sampler, group_sampler
 from oarjax.step.steps import Steps, UpdatePrograms
 from oarjax.types import (
@@ -417,7 +417,8 @@ def prompt_rows_of(
         return 1
     spread = NormalDist(0, 0.6)
     lengths = [exp(spread.inv_cdf((k + 1) / (group_rows + 1))) * 0.4 * rollout.max_new for k in range(group_rows)]
-    padded_lengths = [bucket(int(n), rollout.completion_bucket, rollout.max_new) for n in lengths]
+    sizes = completion_buckets(rollout.completion_bucket, rollout.max_new)
+    padded_lengths = padded([min(int(n), rollout.max_new) for n in lengths], sizes).tolist()
 
     def positions(share: int) -> float:
         return width / 2 / share + sum(padded_lengths[share - 1 :: share]) * share / len(padded_lengths)

@@ -15,6 +15,7 @@ from oarjax.step.minibatches import (
     informative_first,
     join,
     join_grades,
+    padded,
     padding_share,
     prompt_buckets,
     sizes_of,
@@ -58,6 +59,7 @@ def test_buckets_are_few_and_end_with_the_limit():
         assert sizes(48, 48) == [48]
         assert sizes(64, 10) == [10]
         assert sizes(16, 40) == [16, 32, 40]
+    assert padded([1, 64, 65, 300, 512], prompt_buckets(64, 512)).tolist() == [64, 64, 128, 384, 512]
 
 
 def test_a_row_reaches_as_far_as_its_ids_not_as_its_trained_tokens():

@@ -22,7 +22,7 @@ from oarjax.costs import RowTokens, scoring_flops, update_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
-from oarjax.step.minibatches import MinibatchPlan, bucket, padding_share, sizes_of
+from oarjax.step.minibatches import MinibatchPlan, padding_share, sizes_of
 from oarjax.system.mesh import make_mesh
 from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, warm
 from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config, shape_text
@@ -87,11 +87,10 @@ class RaggedUpdates:
         sizes, finer = (
             sizes_of(rollout, prompt_bucket=s.prompt_tokens, completion_bucket=step) for step in (s.bucket, s.finer)
         )
-        longest = [s.prompt_tokens, bucket(int(draw.lengths.max()), s.bucket, s.max_new)]
         rows, b = np.arange(s.rows), cfg.update.microbatch
         return {
             name: (MinibatchPlan(rows, 1, b, s.rows, row_sizes), rollout)
-            for name, row_sizes in ((OURS, sizes), (FINER, finer), (PADDED, np.tile(longest, (s.rows, 1))))
+            for name, row_sizes in ((OURS, sizes), (FINER, finer), (PADDED, np.tile(sizes.max(0), (s.rows, 1))))
         }
 
     def works(self, draw: Draw) -> tuple[dict[str, Works], dict[str, float]]:

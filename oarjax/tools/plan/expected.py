@@ -21,7 +21,7 @@ from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
 from oarjax.kernels.decode_attention import padded_slots
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.step.minibatches import completion_buckets
+from oarjax.step.minibatches import completion_buckets, padded
 from oarjax.storage.durable import read_lines
 from oarjax.tools.plan.lengths import (
     DecodingWork,
@@ -81,8 +81,7 @@ def expected_step(
     group = cfg.rollout.group_size // cfg.update.minibatches
     units = survival if shared == 1 else unit_survival(survival, group=group, rows=shared)
     longest = sorted_lengths(units, rows=rows_of_minibatch // shared, microbatch=s.microbatch // shared)
-    sizes_of_length = completion_buckets(cfg.rollout.completion_bucket, s.completion)
-    padded_lengths = [next(size for size in sizes_of_length if size >= n) for n in longest]
+    padded_lengths = padded(longest, completion_buckets(cfg.rollout.completion_bucket, s.completion)).tolist()
     worst = float(s.completion)
     times = times_of(cfg.update)
     seconds: dict[str, float] = {}
